@@ -1,0 +1,31 @@
+"""Shared by every op test: seeded inputs and one tolerance rule."""
+
+import ml_dtypes
+import numpy as np
+
+from tests.reference import f64
+
+# The spacing of each dtype just above 1.
+EPS = {np.dtype(np.float32): 2.0**-23, np.dtype(np.float16): 2.0**-10, np.dtype(ml_dtypes.bfloat16): 2.0**-7}
+
+
+def randn(xp, dtype, *shapes, seed=0):
+    """One standard normal array of `dtype` a shape; the same values for xp = numpy and xp = cupy."""
+    rng = np.random.default_rng(seed)
+    return [xp.asarray(rng.standard_normal(s).astype(dtype)) for s in shapes]
+
+
+def assert_close(got, want, dtype, *, name="y", scale=1.0):
+    """Max error <= scale * 16 * eps(dtype), relative to max(|want|, rms(want)); a nan fails."""
+    got, want = f64(got), f64(want)
+    assert got.shape == want.shape, f"{name}: shape {got.shape}, want {want.shape}"
+    if not want.size:
+        return
+    denom = np.maximum(np.abs(want), np.sqrt(np.mean(want**2)) + 1e-30)
+    err = np.abs(got - want) / denom
+    worst = np.unravel_index(err.argmax(), err.shape)  # argmax finds a nan first
+    limit = scale * 16 * EPS[np.dtype(dtype)]
+    assert err.max() <= limit, (
+        f"{name}[{', '.join(map(str, worst))}] = {got[worst]:.9g}, want {want[worst]:.9g}: "
+        f"relative error {err.max():.2e} > {limit:.2e}; {np.mean(~(err <= limit)):.1%} of elements are off"
+    )
