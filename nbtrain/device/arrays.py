@@ -1,0 +1,130 @@
+"""What launchers ask of their arguments: which module they belong to, and whether shapes, dtypes and devices agree."""
+
+import functools
+import re
+import sys
+
+import ml_dtypes
+import numpy as np
+
+from nbtrain.errors import InvalidType, InvalidValue
+
+bfloat16 = np.dtype(ml_dtypes.bfloat16)
+FLOATS = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": bfloat16}
+_KINDS = {
+    "float": tuple(FLOATS.values()),
+    "fp32": (np.dtype(np.float32),),
+    "int32": (np.dtype(np.int32),),
+    "uint32": (np.dtype(np.uint32),),
+    "uint8": (np.dtype(np.uint8),),
+    "any": None,
+}
+
+
+def cupy_or_none():
+    """CuPy if something has imported it (an array of its kind cannot exist otherwise), else None."""
+    return sys.modules.get("cupy")
+
+
+def is_cupy(x) -> bool:
+    cupy = cupy_or_none()
+    return cupy is not None and isinstance(x, cupy.ndarray)
+
+
+def array_module(x):
+    """The module, `numpy` or `cupy`, that allocates arrays like `x`."""
+    return cupy_or_none() if is_cupy(x) else np
+
+
+def as_array(x):
+    """`x` as a NumPy or CuPy array, without a copy: those as they are, anything else through DLPack."""
+    if x is None or isinstance(x, np.ndarray) or is_cupy(x):
+        return x
+    if not hasattr(x, "__dlpack__"):
+        raise InvalidType(
+            f"expected a NumPy or CuPy array, or one with DLPack; got {type(x).__name__}. "
+            "Convert it with numpy.asarray or cupy.asarray."
+        )
+    if x.__dlpack_device__()[0] == 1:  # kDLCPU
+        return np.from_dlpack(x)
+    import cupy
+
+    return cupy.from_dlpack(x)
+
+
+def as_arrays(*xs):
+    """Each of `xs` as `as_array` makes it."""
+    return tuple(map(as_array, xs))
+
+
+@functools.cache
+def _parse(spec: str):
+    """'x (N, C), weight (C,), mean (N,) fp32' -> ((name, dims, kind), ...); no kind means the storage dtype."""
+    items = re.findall(r"(\w+) \(([^)]*)\)(?: (\w+))?", spec)
+    return tuple(
+        (name, tuple(int(d) if d.isdigit() else d for d in re.split(r",\s*", dims.rstrip(", ")) if d), kind or "storage")
+        for name, dims, kind in items
+    )
+
+
+def expect(op: str, spec: str, *arrays, hint: str = "") -> tuple[int, ...]:
+    """Checks `arrays` against `spec` and returns the dimensions it names, in order of first appearance.
+
+    `spec` reads "x (N, C), weight (C,), mean (N,) fp32": a name, a shape, and a dtype where it is not the storage dtype, the
+    float dtype that all arrays without one share. None stands for an optional array that is absent. All arrays must be
+    C-contiguous and on one device. Raises InvalidValue or InvalidType with the whole picture.
+    """
+    names, module, storage = {}, None, None
+    for (name, dims, kind), x in zip(_parse(spec), arrays, strict=True):
+        if x is None:
+            continue
+        if not isinstance(x, np.ndarray) and not is_cupy(x):
+            raise InvalidType(
+                f"{op} expects arrays ({spec}); got {name} of type {type(x).__name__}. "
+                "Convert it with numpy.asarray or cupy.asarray."
+            )
+        module = module or array_module(x)
+        if array_module(x) is not module:
+            raise InvalidType(f"{op} expects all arrays on one device; got {_picture(spec, arrays)}. Move them first.")
+        if kind == "storage":
+            storage = storage or x.dtype
+            wrong = x.dtype != storage or x.dtype not in _KINDS["float"]
+        else:
+            allowed = _KINDS[kind]
+            wrong = allowed is not None and x.dtype not in allowed
+        if wrong:
+            wanted = "one float dtype (float32, float16 or bfloat16)" if kind == "storage" else kind
+            raise InvalidType(
+                f"{op} expects {spec}, with {wanted} for {name}; got {_picture(spec, arrays)}. Convert with .astype."
+            )
+        if len(x.shape) != len(dims) or any(names.setdefault(d, n) != n if type(d) is str else d != n
+                                            for d, n in zip(dims, x.shape, strict=True)):  # fmt: skip
+            raise InvalidValue(f"{op} expects {spec}; got {_picture(spec, arrays)}. {hint}".rstrip())
+        if not x.flags.c_contiguous:
+            raise InvalidValue(
+                f"{op} expects C-contiguous arrays; {name} {x.shape} has strides {x.strides}. "
+                f"Copy it with numpy.ascontiguousarray or cupy.ascontiguousarray."
+            )
+    return tuple(names.values())
+
+
+def _picture(spec, arrays) -> str:
+    return ", ".join(
+        f"{name} {x.dtype} {tuple(x.shape)} on the {'GPU' if is_cupy(x) else 'CPU'}"
+        for (name, _, _), x in zip(_parse(spec), arrays, strict=True)
+        if isinstance(x, np.ndarray) or is_cupy(x)
+    )
+
+
+def same_memory(a, b) -> bool:
+    """True if the two arrays begin at the same address (an output given as the input it replaces)."""
+    return a is not None and b is not None and _address(a) == _address(b)
+
+
+def _address(x) -> int:
+    return x.data.ptr if is_cupy(x) else x.__array_interface__["data"][0]
+
+
+def aligned(row_length: int, *arrays) -> bool:
+    """True if rows of `row_length` elements can be read eight elements at a time in 128-bit accesses."""
+    return row_length % 8 == 0 and all(x is None or _address(x) % 16 == 0 for x in arrays)

@@ -1,0 +1,81 @@
+"""The same vocabulary in plain Python, for numba-cuda's simulator (NUMBA_ENABLE_CUDASIM=1): kernels run on NumPy arrays,
+slowly, on a machine without a GPU. See `nbtrain.device.vector` for what each name means."""
+
+import numpy as np
+from numba import cuda
+
+from nbtrain.device.arrays import bfloat16
+
+F = np.float32
+device_function = cuda.jit(device=True)
+
+
+def kernel(*, launch_bounds=None, fastmath: bool = True):
+    return cuda.jit
+
+
+def launch(compiled, grid, block, args) -> None:
+    compiled[grid, block](*args)
+
+
+def _flat(array):
+    return getattr(array, "_ary", array).reshape(-1)  # a simulated device array wraps a NumPy array
+
+
+_STORED = {np.dtype(np.float32): np.dtype(F), np.dtype(np.int16): np.dtype(np.float16), np.dtype(np.uint16): bfloat16}
+
+
+def _values(stored):
+    return stored.view(_STORED[stored.dtype]).astype(F)
+
+
+def _rounded(values, dtype):
+    with np.errstate(over="ignore"):
+        return np.asarray(values, F).astype(_STORED[dtype]).view(dtype)
+
+
+def load(src, i):
+    return _values(_flat(src)[i : i + 1])[0]
+
+
+def store(dst, i, value):
+    target = _flat(dst)
+    target[i : i + 1] = _rounded([value], target.dtype)
+
+
+def load8(dst, at, src, i, count):
+    _flat(dst)[at : at + 8] = _values(_flat(src)[i : i + 8])
+
+
+def store8(dst, i, src, at, count):
+    target = _flat(dst)
+    target[i : i + 8] = _rounded(_flat(src)[at : at + 8], target.dtype)
+
+
+def round8(dst, at, like):
+    values = _flat(dst)
+    values[at : at + 8] = _values(_rounded(values[at : at + 8], _flat(like).dtype))
+
+
+def read8(words, at, src, i):
+    _flat(words)[at : at + 4] = np.ascontiguousarray(_flat(src)[i : i + 8]).view(np.uint32)
+
+
+def exp2(x):
+    return np.exp2(F(x))
+
+
+def log2(x):
+    return np.log2(F(x))
+
+
+def rcp(x):
+    return F(1) / F(x)
+
+
+def rsqrt(x):
+    return F(1) / np.sqrt(F(x))
+
+
+def block_reduce(combine, threads: int, rows: int):
+    return None  # no shuffles here: the portable form is the one to test

@@ -1,0 +1,32 @@
+"""Block shapes of every kernel, in one table.
+
+Measured on an NVIDIA H200 at 32,768 rows of 768, fp16 (see docs/speed.md). The simulator takes tiny blocks: it runs every
+thread of a block as a Python thread.
+"""
+
+from nbtrain.device.backend import SIMULATED
+
+BLOCKS = {
+    # op: (threads a block, blocks of a persistent grid; 0 where the grid follows the size)
+    "layernorm_forward": (192, 0),
+    "layernorm_backward": (256, 264),
+    "column_sum": (512, 0),
+}
+SIMULATED_BLOCKS = {name: (8, 3 if grid else 0) for name, (_, grid) in BLOCKS.items()}
+
+
+def tuned(name: str) -> tuple[int, int]:
+    """(threads a block, blocks of a persistent grid) of a kernel."""
+    return (SIMULATED_BLOCKS if SIMULATED else BLOCKS)[name]
+
+
+def row_shape(name: str, row_length: int, vectors: int) -> tuple[int, int]:
+    """(threads a row, rows a block) for rows read eight elements at a time, at most `vectors` eights a thread.
+
+    Threads a row are the fewest whole warps that hold the row; rows fill up the block.
+    """
+    threads, _ = tuned(name)
+    warp = 4 if SIMULATED else 32
+    eights = -(-row_length // 8)
+    per_row = min(-(-(-(-eights // vectors)) // warp) * warp, 1024)
+    return per_row, max(1, threads // per_row)

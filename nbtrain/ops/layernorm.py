@@ -1,0 +1,356 @@
+"""Layer normalisation over the last axis (Ba et al., 2016), with the residual addition before it.
+
+    total = x + residual, rounded to storage (x itself without a residual)
+    y     = (total - mean) * rstd * weight + bias          rstd = 1 / sqrt(var + eps)
+
+    dx = dresidual + rstd * (g - mean_c(g) - xhat * mean_c(g * xhat))      g = dy * weight, xhat = (total - mean) * rstd
+    dweight = sum_n dy * xhat          dbias = sum_n dy
+
+N = rows (batch * time), C = channels.
+x, residual, total, y, dy, dx: (N, C), weight, bias, dweight, dbias: (C,), one of fp32, fp16, bf16.
+mean, rstd: (N,) fp32. Statistics are those of the rounded total, in two passes: sum(x*x)/C - mean**2 cancels when
+|mean| >> std. Arithmetic and sums are fp32.
+"""
+
+import functools
+
+import numpy as np
+
+from nbtrain.device import (
+    aligned,
+    array_module,
+    as_arrays,
+    block_sum,
+    cuda,
+    expect,
+    float32,
+    kernel,
+    launch,
+    load,
+    on_gpu,
+    prange,
+    round8,
+    row_access,
+    row_shape,
+    rsqrt,
+    store,
+    tuned,
+    twin,
+)
+from nbtrain.device.cpu import span, task_count
+
+ZERO, ONE = np.float32(0), np.float32(1)
+
+# ----------------------------------------------------------------------------
+# GPU kernels
+
+
+@functools.cache
+def _forward_kernel(C: int, aligned: bool, with_residual: bool):
+    """A row to a group of threads, eight channels at a time, kept in registers."""
+    T, R = row_shape("layernorm_forward", C, vectors=4)
+    V = -(-C // (8 * T))
+    W, WHOLE, INV_C = 8 * V, C == 8 * T * V, np.float32(1 / C)
+    load8, store8 = row_access(aligned)
+    row_sum = block_sum(T, R)
+
+    @kernel(launch_bounds=T * R)
+    def layernorm_forward(x, residual, weight, bias, total, y, mean, rstd, N, eps):
+        n = cuda.blockIdx.x * R + cuda.threadIdx.y
+        lane = cuda.threadIdx.x
+        live = n < N
+        a = cuda.local.array(W, float32)
+        w = cuda.local.array(8, float32)
+        b = cuda.local.array(8, float32)
+        s = ZERO
+        for v in range(V):
+            c = (v * T + lane) * 8
+            for j in range(8):
+                a[v * 8 + j] = ZERO
+            if live and (WHOLE or c < C):
+                load8(a, v * 8, x, n * C + c, C - c)
+                if with_residual:
+                    load8(b, 0, residual, n * C + c, C - c)
+                    for j in range(8):
+                        a[v * 8 + j] += b[j]
+                    round8(a, v * 8, total)
+                    store8(total, n * C + c, a, v * 8, C - c)
+            for j in range(8):
+                s += a[v * 8 + j]
+        mu = row_sum(s) * INV_C
+        s = ZERO
+        for v in range(V):
+            c = (v * T + lane) * 8
+            for j in range(8):
+                if WHOLE or c + j < C:
+                    d = a[v * 8 + j] - mu
+                    s += d * d
+        r = rsqrt(row_sum(s) * INV_C + eps)
+        if live:
+            if lane == 0:
+                mean[n] = mu
+                rstd[n] = r
+            for v in range(V):
+                c = (v * T + lane) * 8
+                if WHOLE or c < C:
+                    load8(w, 0, weight, c, C - c)
+                    load8(b, 0, bias, c, C - c)
+                    for j in range(8):
+                        b[j] += (a[v * 8 + j] - mu) * r * w[j]
+                    store8(y, n * C + c, b, 0, C - c)
+
+    return layernorm_forward, T, R
+
+
+@functools.cache
+def _backward_kernel(C: int, aligned: bool, with_dresidual: bool):
+    """A persistent grid: block b takes rows b, b + grid, … in groups, so the sums over rows have one fixed order.
+
+    partial[0, b] and partial[1, b] are the block's share of dweight and dbias.
+    """
+    T, R = row_shape("layernorm_backward", C, vectors=3)
+    V = -(-C // (8 * T))
+    W, WHOLE, INV_C = 8 * V, C == 8 * T * V, np.float32(1 / C)
+    load8, store8 = row_access(aligned)
+    row_sum = block_sum(T, R)
+
+    @kernel(launch_bounds=(T * R, 2 if T * R <= 256 else 1))
+    def layernorm_backward(dy, x, weight, mean, rstd, dresidual, dx, partial, N):
+        lane, y = cuda.threadIdx.x, cuda.threadIdx.y
+        buf = cuda.shared.array((R, C), float32)
+        dw = cuda.local.array(W, float32)
+        db = cuda.local.array(W, float32)
+        h = cuda.local.array(W, float32)
+        g = cuda.local.array(W, float32)
+        t = cuda.local.array(8, float32)
+        for k in range(W):
+            dw[k] = ZERO
+            db[k] = ZERO
+        n0 = cuda.blockIdx.x * R
+        while n0 < N:  # the same for the whole block: row_sum holds barriers
+            n = n0 + y
+            live = n < N
+            mu, r = ZERO, ZERO
+            if live:
+                mu = mean[n]
+                r = rstd[n]
+            s1, s2 = ZERO, ZERO
+            for v in range(V):
+                c = (v * T + lane) * 8
+                for j in range(8):
+                    g[v * 8 + j] = ZERO
+                    h[v * 8 + j] = mu
+                if live and (WHOLE or c < C):
+                    load8(g, v * 8, dy, n * C + c, C - c)
+                    load8(h, v * 8, x, n * C + c, C - c)
+                    load8(t, 0, weight, c, C - c)
+                    for j in range(8):
+                        k = v * 8 + j
+                        xhat = (h[k] - mu) * r
+                        h[k] = xhat
+                        db[k] += g[k]
+                        dw[k] += g[k] * xhat
+                        g[k] *= t[j]
+                        s1 += g[k]
+                        s2 += g[k] * xhat
+            s1 = row_sum(s1) * INV_C
+            s2 = row_sum(s2) * INV_C
+            if live:
+                for v in range(V):
+                    c = (v * T + lane) * 8
+                    if WHOLE or c < C:
+                        for j in range(8):
+                            t[j] = ZERO
+                        if with_dresidual:
+                            load8(t, 0, dresidual, n * C + c, C - c)
+                        for j in range(8):
+                            k = v * 8 + j
+                            t[j] += (g[k] - s1 - h[k] * s2) * r
+                        store8(dx, n * C + c, t, 0, C - c)
+            n0 += cuda.gridDim.x * R
+        for which in range(2):
+            cuda.syncthreads()  # buf is read by the pass before
+            for v in range(V):
+                c = (v * T + lane) * 8
+                for j in range(8):
+                    if WHOLE or c + j < C:
+                        buf[y, c + j] = dw[v * 8 + j] if which == 0 else db[v * 8 + j]
+            cuda.syncthreads()
+            c = y * T + lane
+            while c < C:
+                s = ZERO
+                for w in range(R):
+                    s += buf[w, c]
+                partial[(which * cuda.gridDim.x + cuda.blockIdx.x) * C + c] = s
+                c += T * R
+
+    return layernorm_backward, T, R
+
+
+@functools.cache
+def _column_sum_kernel():
+    """out[c] = sum_b partial[b, c]; a block takes a few columns, its rows of threads share the partial sums."""
+    threads, _ = tuned("column_sum")
+    X = min(32, threads // 2)
+    Y = threads // X
+
+    @kernel(launch_bounds=threads)
+    def column_sum(partial, first, blocks, C, out):
+        buf = cuda.shared.array((Y, X), float32)
+        x, y = cuda.threadIdx.x, cuda.threadIdx.y
+        c = cuda.blockIdx.x * X + x
+        s = ZERO
+        if c < C:
+            b = y
+            while b < blocks:
+                s += partial[(first + b) * C + c]
+                b += Y
+        buf[y, x] = s
+        cuda.syncthreads()
+        if y == 0 and c < C:
+            for k in range(1, Y):
+                s += buf[k, x]
+            store(out, c, s)
+
+    return column_sum, X, Y
+
+
+# ----------------------------------------------------------------------------
+# CPU twins
+
+
+@twin(writes="total y mean rstd")
+def _forward_cpu(x, residual, weight, bias, eps, total, y, mean, rstd):
+    N, C = x.shape
+    inv = ONE / np.float32(C)
+    for n in prange(N):
+        s = ZERO
+        if residual is None:
+            for c in range(C):
+                s += x[n, c]
+        else:
+            for c in range(C):
+                a = x[n, c] + residual[n, c]
+                total[n, c] = a
+                s += a
+        mu = s * inv
+        s = ZERO
+        for c in range(C):
+            d = total[n, c] - mu
+            s += d * d
+        r = ONE / np.sqrt(s * inv + eps)
+        for c in range(C):
+            y[n, c] = (total[n, c] - mu) * r * weight[c] + bias[c]
+        mean[n], rstd[n] = mu, r
+
+
+@twin(writes="dx dweight dbias")
+def _backward_cpu(dy, x, weight, mean, rstd, dresidual, dx, dweight, dbias, partial):
+    N, C = x.shape
+    tasks = partial.shape[0]
+    inv = ONE / np.float32(C)
+    for t in prange(tasks):
+        dw, db = partial[t, 0], partial[t, 1]
+        dw[:] = ZERO
+        db[:] = ZERO
+        first, last = span(t, tasks, N)
+        for n in range(first, last):
+            mu, r = mean[n], rstd[n]
+            s1 = ZERO
+            s2 = ZERO
+            for c in range(C):
+                g = dy[n, c] * weight[c]
+                s1 += g
+                s2 += g * (x[n, c] - mu)
+            s1 = s1 * inv
+            s2 = s2 * r * r * inv
+            for c in range(C):
+                h = x[n, c] - mu
+                d = dy[n, c]
+                db[c] += d
+                dw[c] += d * h * r
+                g = r * (d * weight[c] - s1 - h * s2)
+                if dresidual is not None:
+                    g += dresidual[n, c]
+                dx[n, c] = g
+    for c in range(C):
+        dweight[c] = ZERO
+        dbias[c] = ZERO
+    for t in range(tasks):
+        for c in range(C):
+            dweight[c] += partial[t, 0, c]
+            dbias[c] += partial[t, 1, c]
+
+
+# ----------------------------------------------------------------------------
+# Launchers
+
+
+def layernorm_forward(x, weight, bias, *, residual=None, eps: float = 1e-5, out=None):
+    """Returns `(y, mean, rstd, total)`; save the last three for `layernorm_backward`.
+
+    `total` is x + residual, the residual stream; without a residual it is `x` itself. `out` gives the four arrays to write.
+    """
+    x, weight, bias, residual = as_arrays(x, weight, bias, residual)
+    N, C = _check(x, weight, bias, residual)
+    xp = array_module(x)
+    if out is None:
+        out = (
+            xp.empty_like(x), xp.empty(N, np.float32), xp.empty(N, np.float32), x if residual is None else xp.empty_like(x)
+        )  # fmt: skip
+    y, mean, rstd, total = out
+    expect(
+        "layernorm's out", "y (N, C), mean (N,) fp32, rstd (N,) fp32, total (N, C), x (N, C)", y, mean, rstd, total, x
+    )
+    if on_gpu(x):
+        forward, T, R = _forward_kernel(C, aligned(C, x, residual, weight, bias, total, y), residual is not None)
+        other = x if residual is None else residual
+        launch(forward, -(-N // R), (T, R), x, other, weight, bias, total, y, mean, rstd, N, np.float32(eps))
+    else:
+        if residual is not None and x.dtype != np.float32:  # the twin rounds at its end; total is rounded before
+            np.add(x, residual, out=total)
+            x, residual = total, None
+        _forward_cpu(x, residual, weight, bias, np.float32(eps), x if residual is None else total, y, mean, rstd)
+    return y, mean, rstd, total
+
+
+def layernorm_backward(dy, x, weight, mean, rstd, *, dresidual=None, out=None):
+    """Returns `(dx, dweight, dbias)`, the gradients of `layernorm_forward` at `x` = the `total` that it returned.
+
+    `dresidual` is the gradient that reaches `total` along the residual stream; it is added to dx, which is then the gradient
+    of both x and residual. dx may be written over dresidual or dy. `out` gives the three arrays to write.
+    """
+    dy, x, weight, mean, rstd, dresidual = as_arrays(dy, x, weight, mean, rstd, dresidual)
+    N, C = expect(
+        "layernorm_backward",
+        "dy (N, C), x (N, C), weight (C,), mean (N,) fp32, rstd (N,) fp32, dresidual (N, C)",
+        *(dy, x, weight, mean, rstd, dresidual),
+        hint="Flatten (B, T, C) with x.reshape(-1, C).",
+    )
+    xp = array_module(x)
+    if out is None:
+        out = xp.empty_like(x), xp.empty_like(weight), xp.empty_like(weight)
+    dx, dweight, dbias = out
+    expect("layernorm_backward's out", "dx (N, C), dweight (C,), dbias (C,), x (N, C)", dx, dweight, dbias, x)
+    if on_gpu(x):
+        backward, T, R = _backward_kernel(C, aligned(C, dy, x, weight, dresidual, dx), dresidual is not None)
+        blocks = min(tuned("layernorm_backward")[1], -(-N // R))
+        partial = xp.empty(2 * blocks * C, np.float32)
+        other = dy if dresidual is None else dresidual
+        launch(backward, blocks, (T, R), dy, x, weight, mean, rstd, other, dx, partial, N)
+        column_sum, X, Y = _column_sum_kernel()
+        for first, target in ((0, dweight), (blocks, dbias)):
+            launch(column_sum, -(-C // X), (X, Y), partial, first, blocks, C, target)
+    else:
+        partial = np.empty((task_count(N, 64), 2, C), np.float32)
+        _backward_cpu(dy, x, weight, mean, rstd, dresidual, dx, dweight, dbias, partial)
+    return dx, dweight, dbias
+
+
+def _check(x, weight, bias, residual):
+    return expect(
+        "layernorm",
+        "x (N, C), weight (C,), bias (C,), residual (N, C)",
+        *(x, weight, bias, residual),
+        hint="Flatten (B, T, C) with x.reshape(-1, C).",
+    )

@@ -1,0 +1,168 @@
+"""Token files: ids on the disk, memory-mapped to be read.
+
+nbtrain's own layout, everything little endian:
+
+    offset  bytes  content
+    0       8      b"nbtokens"
+    8       4      version, uint32: 1
+    12      4      dtype, uint32: 2 for uint16 ids, 4 for uint32 ids (its bytes an id)
+    16      8      count, uint64: how many ids follow, at least 1
+    24             the ids
+
+Two more are read. llm.c's shards: a header of int32[256] that holds magic, version, count, then the ids; magic 20240520
+with version 1 means uint16 (GPT-2), 20240801 with version 7 means uint32 (Llama 3). nanoGPT's files have no header, only
+uint16 ids: nothing in them says so, hence they are read only as `format="nanogpt"`, never by guessing.
+"""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from nbtrain.errors import InvalidType, InvalidValue
+from nbtrain.files import write_atomically
+
+MAGIC = b"nbtokens"
+VERSION = 1
+HEADER = struct.Struct("<8sIIQ")
+DTYPES = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+LLMC_HEADER_BYTES = 256 * 4
+LLMC_KINDS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # magic -> version, dtype of the ids
+FORMATS = ("auto", "nbtrain", "llm.c", "nanogpt")
+MAX_VOCAB_SIZE = 2**31 - 1  # ids travel as int32
+
+
+class TokenFile:
+    """The ids of one token file, mapped, not read: `tokens` is (count,) uint16 or uint32.
+
+    `format` "auto" recognises nbtrain's and llm.c's headers. A damaged file is an InvalidValue that names it.
+    """
+
+    def __init__(self, path: str | Path, format: str = "auto"):
+        if format not in FORMATS:
+            raise InvalidValue(f"format must be one of {', '.join(map(repr, FORMATS))}; got {format!r}.")
+        self.path = Path(path)
+        if not self.path.is_file():
+            what = "is a folder" if self.path.is_dir() else "does not exist"
+            raise InvalidValue(f"expected a token file at {self.path}, which {what}.")
+        n_bytes = self.path.stat().st_size
+        with open(self.path, "rb") as file:
+            head = file.read(LLMC_HEADER_BYTES)
+        self.format = _recognise(self.path, head, n_bytes, format)
+        offset, dtype, count = _LAYOUTS[self.format](self.path, head, n_bytes)
+        expected = offset + count * dtype.itemsize
+        if count == 0:
+            raise InvalidValue(
+                f"{self.path} holds 0 tokens: expected more than {offset} bytes, there are {n_bytes}. "
+                "Write it again from a text that is not empty."
+            )
+        if n_bytes != expected:
+            raise InvalidValue(
+                f"{self.path} is damaged: {count} tokens of {dtype.itemsize} bytes behind {offset} bytes of header need "
+                f"{expected} bytes, there are {n_bytes}. Copy or write the file again."
+            )
+        self.tokens = np.memmap(self.path, dtype=dtype, mode="r", offset=offset, shape=(count,))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __repr__(self) -> str:
+        return f"TokenFile({str(self.path)!r}, {len(self)} {self.tokens.dtype.name} tokens, format={self.format!r})"
+
+
+def write_tokens(path: str | Path, tokens, *, vocab_size: int) -> None:
+    """Writes ids (n,) to a token file of nbtrain's layout: uint16 when `vocab_size` allows it, else uint32.
+
+    Nothing is at `path` until the whole file is on the disk.
+    """
+    if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
+        raise InvalidValue(f"vocab_size must lie in 1..{MAX_VOCAB_SIZE}; got {vocab_size}.")
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 1 or tokens.size == 0:
+        raise InvalidValue(f"{path}: expected at least one token in shape (n,); got shape {tokens.shape}.")
+    if tokens.dtype.kind not in "iu":
+        raise InvalidType(f"{path}: tokens must be integers; got {tokens.dtype}.")
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        at = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
+        raise InvalidValue(
+            f"{path}: token {tokens[at]} at position {at} lies outside 0..{vocab_size - 1} (vocab_size = {vocab_size}). "
+            "Nothing was written."
+        )
+    code = 2 if vocab_size <= 2**16 else 4
+
+    def write(file):
+        file.write(HEADER.pack(MAGIC, VERSION, code, len(tokens)))
+        file.write(np.ascontiguousarray(tokens, DTYPES[code]).data)
+
+    write_atomically(path, write)
+
+
+def _recognise(path: Path, head: bytes, n_bytes: int, asked: str) -> str:
+    """The format that the file's first bytes show, or "nanogpt" where that was asked for."""
+    if head.startswith(MAGIC):
+        found = "nbtrain"
+    elif len(head) >= 4 and struct.unpack_from("<i", head)[0] in LLMC_KINDS:
+        found = "llm.c"
+    else:
+        found = None
+    if found is not None and asked in ("auto", found):
+        return found
+    if found is not None:
+        raise InvalidValue(f"{path} has {found}'s header, but format={asked!r} was asked for. Say format={found!r}.")
+    if asked == "nanogpt":
+        return asked
+    expected = {
+        "nbtrain": f"the {HEADER.size} bytes of a header that begins with {MAGIC!r}",
+        "llm.c": f"the {LLMC_HEADER_BYTES} bytes of a header that begins with {' or '.join(map(str, LLMC_KINDS))}",
+    }
+    raise InvalidValue(
+        f"{path} has no header: expected {expected.get(asked) or ' or '.join(expected.values())}; "
+        f"there are {n_bytes} bytes, the first are {head[:8]!r}. A headerless file of nanoGPT is read as "
+        'format="nanogpt".'
+    )
+
+
+def _nbtrain_layout(path: Path, head: bytes, n_bytes: int) -> tuple[int, np.dtype, int]:
+    if n_bytes < HEADER.size:
+        raise InvalidValue(f"{path} is cut short: its header needs {HEADER.size} bytes, there are {n_bytes}.")
+    _, version, code, count = HEADER.unpack_from(head)
+    if version != VERSION:
+        raise InvalidValue(
+            f"{path} has version {version} of nbtrain's token files ({n_bytes} bytes); this nbtrain reads version "
+            f"{VERSION}. Update nbtrain, or write the file again."
+        )
+    if code not in DTYPES:
+        raise InvalidValue(
+            f"{path} is damaged: its dtype code must be 2 (uint16) or 4 (uint32), it is {code} ({n_bytes} bytes)."
+        )
+    return HEADER.size, DTYPES[code], count
+
+
+def _llmc_layout(path: Path, head: bytes, n_bytes: int) -> tuple[int, np.dtype, int]:
+    if n_bytes < LLMC_HEADER_BYTES:
+        raise InvalidValue(f"{path} is cut short: its header needs {LLMC_HEADER_BYTES} bytes, there are {n_bytes}.")
+    magic, version, count = struct.unpack_from("<iii", head)
+    known, dtype = LLMC_KINDS[magic]
+    if version != known:
+        raise InvalidValue(
+            f"{path} is a shard of llm.c with magic {magic} and version {version} ({n_bytes} bytes); nbtrain reads "
+            f"version {known} of that magic."
+        )
+    if count < 0:
+        raise InvalidValue(
+            f"{path} is damaged: its header counts {count} tokens; there are {n_bytes} bytes, "
+            f"{n_bytes - LLMC_HEADER_BYTES} of them behind the header."
+        )
+    return LLMC_HEADER_BYTES, dtype, count
+
+
+def _nanogpt_layout(path: Path, head: bytes, n_bytes: int) -> tuple[int, np.dtype, int]:
+    if n_bytes % 2:
+        raise InvalidValue(
+            f"{path} is damaged: a headerless file of uint16 has an even number of bytes, expected {n_bytes - 1} or "
+            f"{n_bytes + 1}, there are {n_bytes}."
+        )
+    return 0, DTYPES[2], n_bytes // 2
+
+
+_LAYOUTS = {"nbtrain": _nbtrain_layout, "llm.c": _llmc_layout, "nanogpt": _nanogpt_layout}
