@@ -62,7 +62,11 @@ def _parse(spec: str):
     """'x (N, C), weight (C,), mean (N,) fp32' -> ((name, dims, kind), ...); no kind means the storage dtype."""
     items = re.findall(r"(\w+) \(([^)]*)\)(?: (\w+))?", spec)
     return tuple(
-        (name, tuple(int(d) if d.isdigit() else d for d in re.split(r",\s*", dims.rstrip(", ")) if d), kind or "storage")
+        (
+            name,
+            tuple(int(d) if d.isdigit() else d for d in re.split(r",\s*", dims.rstrip(", ")) if d),
+            kind or "storage",
+        )
         for name, dims, kind in items
     )
 
@@ -85,7 +89,9 @@ def expect(op: str, spec: str, *arrays, hint: str = "") -> tuple[int, ...]:
             )
         module = module or array_module(x)
         if array_module(x) is not module:
-            raise InvalidType(f"{op} expects all arrays on one device; got {_picture(spec, arrays)}. Move them first.")
+            raise InvalidType(
+                f"{op} expects all arrays on one device; got {_picture(spec, arrays)}. Move them first."
+            )
         if kind == "storage":
             storage = storage or x.dtype
             wrong = x.dtype != storage or x.dtype not in _KINDS["float"]

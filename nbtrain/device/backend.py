@@ -26,7 +26,9 @@ def _choose() -> str:
         return found
     needs = {"nvidia": ("numba_cuda", "cuda13"), "hip": ("numba.hip", "rocm"), "none": None}
     if asked not in needs:
-        raise InvalidValue(f"NBTRAIN_TARGET is nvidia, hip or none; got {asked!r}. Unset it to let nbtrain choose.")
+        raise InvalidValue(
+            f"NBTRAIN_TARGET is nvidia, hip or none; got {asked!r}. Unset it to let nbtrain choose."
+        )
     if needs[asked] and not _installed(needs[asked][0]):
         raise Unavailable(
             f"NBTRAIN_TARGET={asked} needs the module {needs[asked][0]}. Install it: pip install 'nbtrain[{needs[asked][1]}]'."

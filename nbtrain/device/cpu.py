@@ -75,7 +75,9 @@ def cache_folder() -> Path:
 
     numba's cache holds pickles, so a folder that somebody else can write to would run their code: it is refused.
     """
-    folder = Path(os.environ.get("NBTRAIN_CACHE_DIR") or platformdirs.user_cache_dir("nbtrain", appauthor=False))
+    folder = Path(
+        os.environ.get("NBTRAIN_CACHE_DIR") or platformdirs.user_cache_dir("nbtrain", appauthor=False)
+    )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if hasattr(os, "getuid"):
         info = folder.stat()
@@ -92,7 +94,9 @@ class _CacheLocator:
 
     def __init__(self, function, file):
         self._file, self._line = file, function.__code__.co_firstlineno
-        self._folder = cache_folder() / "cpu" / hashlib.sha256(os.path.abspath(file).encode()).hexdigest()[:16]
+        self._folder = (
+            cache_folder() / "cpu" / hashlib.sha256(os.path.abspath(file).encode()).hexdigest()[:16]
+        )
 
     @classmethod
     def from_function(cls, function, file):
@@ -153,7 +157,9 @@ def _sgemm(typing, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc):
                 value = builder.trunc(value, narrow[kind]) if kind in narrow else value
                 references.append(builder.bitcast(cgutils.alloca_once_value(builder, value), byte))
         function_type = ir.FunctionType(ir.VoidType(), [byte] * len(references))
-        builder.call(cgutils.get_or_insert_function(builder.module, function_type, "nbtrain_sgemm"), references)
+        builder.call(
+            cgutils.get_or_insert_function(builder.module, function_type, "nbtrain_sgemm"), references
+        )
         return context.get_dummy_value()
 
     return signature, codegen
@@ -296,7 +302,9 @@ def larger(typing, a, b):
 
     def codegen(context, builder, signature, args):
         f = ir.FloatType()
-        return builder.call(builder.module.declare_intrinsic("llvm.maximum", [f], ir.FunctionType(f, [f, f])), args)
+        return builder.call(
+            builder.module.declare_intrinsic("llvm.maximum", [f], ir.FunctionType(f, [f, f])), args
+        )
 
     return types.float32(types.float32, types.float32), codegen
 

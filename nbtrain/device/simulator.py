@@ -22,7 +22,11 @@ def _flat(array):
     return getattr(array, "_ary", array).reshape(-1)  # a simulated device array wraps a NumPy array
 
 
-_STORED = {np.dtype(np.float32): np.dtype(F), np.dtype(np.int16): np.dtype(np.float16), np.dtype(np.uint16): bfloat16}
+_STORED = {
+    np.dtype(np.float32): np.dtype(F),
+    np.dtype(np.int16): np.dtype(np.float16),
+    np.dtype(np.uint16): bfloat16,
+}
 
 
 def _values(stored):

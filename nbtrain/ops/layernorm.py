@@ -48,7 +48,7 @@ ZERO, ONE = np.float32(0), np.float32(1)
 @functools.cache
 def _forward_kernel(C: int, aligned: bool, with_residual: bool):
     """A row to a group of threads, eight channels at a time, kept in registers."""
-    T, R = row_shape("layernorm_forward", C, vectors=4)
+    T, R = row_shape("layernorm_forward", C, vectors=1)
     V = -(-C // (8 * T))
     W, WHOLE, INV_C = 8 * V, C == 8 * T * V, np.float32(1 / C)
     load8, store8 = row_access(aligned)
@@ -300,17 +300,29 @@ def layernorm_forward(x, weight, bias, *, residual=None, eps: float = 1e-5, out=
         )  # fmt: skip
     y, mean, rstd, total = out
     expect(
-        "layernorm's out", "y (N, C), mean (N,) fp32, rstd (N,) fp32, total (N, C), x (N, C)", y, mean, rstd, total, x
+        "layernorm's out",
+        "y (N, C), mean (N,) fp32, rstd (N,) fp32, total (N, C), x (N, C)",
+        y,
+        mean,
+        rstd,
+        total,
+        x,
     )
     if on_gpu(x):
-        forward, T, R = _forward_kernel(C, aligned(C, x, residual, weight, bias, total, y), residual is not None)
+        forward, T, R = _forward_kernel(
+            C, aligned(C, x, residual, weight, bias, total, y), residual is not None
+        )
         other = x if residual is None else residual
         launch(forward, -(-N // R), (T, R), x, other, weight, bias, total, y, mean, rstd, N, np.float32(eps))
     else:
-        if residual is not None and x.dtype != np.float32:  # the twin rounds at its end; total is rounded before
+        if (
+            residual is not None and x.dtype != np.float32
+        ):  # the twin rounds at its end; total is rounded before
             np.add(x, residual, out=total)
             x, residual = total, None
-        _forward_cpu(x, residual, weight, bias, np.float32(eps), x if residual is None else total, y, mean, rstd)
+        _forward_cpu(
+            x, residual, weight, bias, np.float32(eps), x if residual is None else total, y, mean, rstd
+        )
     return y, mean, rstd, total
 
 

@@ -114,7 +114,9 @@ def store8(typing, dst, i, src, at, count):
             _store_words(builder, target, words[:4])
             _store_words(builder, builder.gep(target, [ir.Constant(I64, 4)]), words[4:])
         else:
-            _store_words(builder, target, [_pack(builder, storage, *values[k : k + 2]) for k in range(0, 8, 2)])
+            _store_words(
+                builder, target, [_pack(builder, storage, *values[k : k + 2]) for k in range(0, 8, 2)]
+            )
         return context.get_dummy_value()
 
     return types.void(dst, i, src, at, count), codegen
@@ -130,7 +132,9 @@ def round8(typing, dst, at, like):
             target = element_pointer(context, builder, signature.args[0], args[0], signature.args[1], args[1])
             values = _load_local(builder, target, 8)
             words = [_pack(builder, storage, *values[k : k + 2]) for k in range(0, 8, 2)]
-            _store_local(builder, target, [value for word in words for value in _unpack(builder, storage, word)])
+            _store_local(
+                builder, target, [value for word in words for value in _unpack(builder, storage, word)]
+            )
         return context.get_dummy_value()
 
     return types.void(dst, at, like), codegen

@@ -1,0 +1,112 @@
+"""Matrix products on the GPU: the only caller of cuBLAS and hipBLAS.
+
+Operands are row-major views with one contiguous axis each, so `a.T` costs nothing. Accumulation is fp32 for every storage
+dtype; `accumulate="fp16"` trades that away (Hgemm): products of 16-bit inputs are then summed in fp16, which loses about
+log2(K) of its 11 bits over K terms and overflows at 65504.
+
+CuPy's bindings reach cuBLAS on NVIDIA and hipBLAS on AMD. NumPy arrays, in the simulator, go through NumPy.
+"""
+
+import numpy as np
+
+from nbtrain.device.arrays import bfloat16, is_cupy
+from nbtrain.device.backend import TARGET
+from nbtrain.device.launching import is_recording
+from nbtrain.errors import InvalidType, InvalidValue
+
+_DATA = {
+    np.dtype(np.float32): 0,
+    np.dtype(np.float16): 2,
+    bfloat16: 14,
+}  # CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF
+_FP32, _FP16 = 68, 64  # CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_16F
+_HIP_FP32, _HIP_FP16 = 0, 2  # hipBLAS under CuPy takes the data type in its place: CUDA_R_32F, CUDA_R_16F
+_DEFAULT_ALGORITHM = -1
+_NO, _YES = 0, 1  # CUBLAS_OP_N, CUBLAS_OP_T
+
+
+def gemm(a, b, out, *, alpha: float = 1.0, beta: float = 0.0, accumulate: str = "fp32") -> None:
+    """out = alpha * a @ b + beta * out.  a (M, K), b (K, N), out (M, N), each with one contiguous axis, out's the last."""
+    _gemm(a[None], b[None], out[None], alpha, beta, accumulate)
+
+
+def gemm_batched(a, b, out, *, alpha: float = 1.0, beta: float = 0.0, accumulate: str = "fp32") -> None:
+    """out[i] = alpha * a[i] @ b[i] + beta * out[i].  a (I, M, K), b (I, K, N), out (I, M, N): one stride for each batch."""
+    _gemm(a, b, out, alpha, beta, accumulate)
+
+
+def _gemm(a, b, out, alpha, beta, accumulate):
+    (batch, M, K), N = a.shape, out.shape[-1]
+    if b.shape != (batch, K, N) or out.shape != (batch, M, N):
+        raise InvalidValue(
+            f"a product expects a (M, K), b (K, N), out (M, N); got {a.shape}, {b.shape}, {out.shape}."
+        )
+    if accumulate not in ("fp32", "fp16"):
+        raise InvalidValue(f'accumulate is "fp32" or "fp16"; got {accumulate!r}.')
+    if a.dtype != b.dtype or a.dtype not in _DATA or out.dtype not in _DATA:
+        raise InvalidType(
+            f"a product expects one float dtype for a and b; got {a.dtype}, {b.dtype}. Convert with .astype."
+        )
+    half = accumulate == "fp16"
+    if half and not a.dtype == out.dtype == np.float16:
+        raise InvalidType(f'accumulate="fp16" is for fp16 arrays; got {a.dtype} and {out.dtype}.')
+    if is_recording():
+        return
+    if not is_cupy(out):
+        _gemm_numpy(a, b, out, alpha, beta)
+        return
+
+    from cupy.cuda import cublas, device
+
+    ta, lda = _layout(a, "a")
+    tb, ldb = _layout(b, "b")
+    tc, ldc = _layout(out, "out")
+    if tc:
+        raise InvalidValue(
+            f"a product writes rows: out's last axis must be contiguous; strides are {out.strides}."
+        )
+    scalars = np.array([alpha, beta], np.float16 if half else np.float32)
+    alpha_at, beta_at = scalars.ctypes.data, scalars.ctypes.data + scalars.itemsize
+    if TARGET == "hip":
+        compute = _HIP_FP16 if half else _HIP_FP32
+        if bfloat16 in (a.dtype, out.dtype):
+            raise InvalidType(
+                "bf16 products abort the process in CuPy's hipBLAS binding. Train in fp16 or fp32 on AMD."
+            )
+    else:
+        compute = _FP16 if half else _FP32
+    handle = device.get_cublas_handle()
+    # cuBLAS is column-major and sees the transposed problem: out.T = b.T @ a.T
+    shape = tb, ta, N, M, K, alpha_at
+    if batch == 1:
+        cublas.gemmEx(
+            handle, *shape, b.data.ptr, _DATA[b.dtype], ldb, a.data.ptr, _DATA[a.dtype], lda,
+            beta_at, out.data.ptr, _DATA[out.dtype], ldc, compute, _DEFAULT_ALGORITHM,
+        )  # fmt: skip
+    else:
+        step_a, step_b, step_c = (x.strides[0] // x.itemsize for x in (a, b, out))
+        cublas.gemmStridedBatchedEx(
+            handle, *shape, b.data.ptr, _DATA[b.dtype], ldb, step_b, a.data.ptr, _DATA[a.dtype], lda, step_a,
+            beta_at, out.data.ptr, _DATA[out.dtype], ldc, step_c, batch, compute, _DEFAULT_ALGORITHM,
+        )  # fmt: skip
+
+
+def _layout(x, name) -> tuple[int, int]:
+    """(transposed, leading dimension) of the matrices of a row-major batch."""
+    rows, columns = x.shape[1:]
+    row, column = (s // x.itemsize for s in x.strides[1:])
+    if column == 1 or columns == 1:
+        return _NO, max(row if rows > 1 else columns, columns, 1)
+    if row == 1 or rows == 1:
+        return _YES, max(column, rows, 1)
+    raise InvalidValue(
+        f"a product needs one contiguous axis in {name}; got strides {x.strides} for {x.shape}. Copy it."
+    )
+
+
+def _gemm_numpy(a, b, out, alpha, beta):
+    product = np.float32(alpha) * np.matmul(a.astype(np.float32), b.astype(np.float32))
+    if beta:
+        product += np.float32(beta) * out.astype(np.float32)
+    with np.errstate(over="ignore"):
+        out[...] = product.astype(out.dtype)

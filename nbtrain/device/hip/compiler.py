@@ -1,0 +1,86 @@
+"""Kernels to AMD code objects, for any architecture, with numba-hip; no GPU is asked anything."""
+
+import types as python_types
+
+from numba import hip, types
+from numba.core import compiler
+from numba.core.options import FastMathOptions
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.target_extension import target_override
+from numba.hip import dispatcher
+from numba.hip.compiler import HIPCompiler, HIPFlags
+from numba.hip.descriptor import hip_target
+
+from nbtrain.device.cpu import FASTMATH
+
+_architecture = None  # of the kernel that is being compiled
+
+
+class Kernel:
+    """A Python function to be compiled as a kernel, once for each signature and architecture."""
+
+    def __init__(self, py_func, max_threads: int, fastmath: bool):
+        self.py_func = py_func
+        self.max_threads = max_threads
+        self.fastmath = fastmath
+        self.loaded = {}  # (signature, device) -> function on the GPU, kept by the launcher
+
+    def __repr__(self):
+        return f"<kernel {self.py_func.__name__}>"
+
+
+def kernel(*, launch_bounds=None, fastmath: bool = True):
+    """Decorates a kernel. `launch_bounds` is threads a block, or (threads, blocks on a multiprocessor)."""
+    threads = launch_bounds[0] if isinstance(launch_bounds, tuple) else launch_bounds
+    return lambda py_func: Kernel(py_func, threads or 1024, fastmath)
+
+
+def device_function(py_func):
+    return hip.jit(device=True, fastmath=True)(py_func)
+
+
+@global_compiler_lock
+def compile_for(kernel: Kernel, signature, arch: str) -> bytes:
+    """The code object of a kernel for `arch` (gfx90a, gfx942, gfx1100 …). Its only kernel is named `entry_name(kernel)`."""
+    global _architecture
+    _architecture = arch
+    result = _compile(kernel.py_func, types.void, tuple(signature), fastmath=kernel.fastmath, amdgpu_arch=arch)
+    code = kernel.py_func.__code__
+    library, wrapper = result.target_context.prepare_hip_kernel(
+        result.library, result.fndesc, False, False, {"opt": 3}, code.co_filename, code.co_firstlineno,
+        name=entry_name(kernel),
+    )  # fmt: skip
+    # The registers that a thread may use follow from the largest block; without this it is 1024 threads.
+    # llvmlite's attribute set refuses names that it does not know; numba-hip adds its own in the same way.
+    set.add(wrapper.attributes, f'"amdgpu-flat-work-group-size"="1,{kernel.max_threads}"')
+    return bytes(library.get_codeobj(arch))
+
+
+def entry_name(kernel: Kernel) -> str:
+    return f"nbtrain_{kernel.py_func.__name__}"
+
+
+def _compile(
+    py_func, return_type, args, debug=False, lineinfo=False, inline=False, fastmath=False, options=None, amdgpu_arch=None
+):
+    """numba.hip.compiler.compile_hip, but fast mathematics never assume that there is no NaN and no infinity."""
+    flags = HIPFlags()
+    flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
+    flags.error_model = "numpy"
+    flags.forceinline = bool(inline)
+    if fastmath:
+        flags.fastmath = FastMathOptions(FASTMATH)
+    flags.hip_options = options or {"opt": 3}
+    flags.amdgpu_arch = amdgpu_arch
+    with target_override("hip"):
+        result = compiler.compile_extra(
+            typingctx=hip_target.typing_context, targetctx=hip_target.target_context, func=py_func, args=args,
+            return_type=return_type, flags=flags, locals={}, pipeline_class=HIPCompiler,
+        )  # fmt: skip
+    result.library.finalize()
+    return result
+
+
+# A device function asks the current GPU for its architecture while its caller is typed: the caller's answers.
+dispatcher.get_current_device = lambda: python_types.SimpleNamespace(amdgpu_arch=_architecture)
+dispatcher.compile_hip = _compile

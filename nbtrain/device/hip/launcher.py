@@ -1,0 +1,2 @@
+def launch(*a):
+    raise NotImplementedError

@@ -1,0 +1,56 @@
+"""Launching kernels, or recording what would be launched."""
+
+import contextlib
+
+import numpy as np
+
+from nbtrain.device.arrays import bfloat16, is_cupy
+from nbtrain.device.backend import SIMULATED, backend
+
+_records: list | None = None
+
+
+def on_gpu(x) -> bool:
+    """True if operators on `x` launch kernels rather than run the CPU twin."""
+    return SIMULATED or _records is not None or is_cupy(x)
+
+
+def is_recording() -> bool:
+    return _records is not None
+
+
+def launch(compiled, grid, block, *args) -> None:
+    """Launches a kernel on CuPy's current stream.
+
+    fp16 arrays reach the kernel as int16 views and bf16 arrays as uint16 views: the one form that numba-cuda, numba-hip and
+    the simulator all take. Host numbers: give NumPy scalars for fp32 and int32; a Python int is int64.
+    """
+    args = [_stored(x) for x in args]
+    if _records is not None:
+        _records.append((compiled, tuple(args), grid, block))
+    else:
+        backend.launch(compiled, grid, block, args)
+
+
+def _stored(x):
+    dtype = getattr(x, "dtype", None)
+    if dtype == np.float16:
+        return x.view(np.int16)
+    if dtype == bfloat16:
+        return x.view(np.uint16)
+    return x
+
+
+@contextlib.contextmanager
+def recording():
+    """Collects launches instead of making them: a list of (kernel, arguments, grid, block).
+
+    Inside, launchers take NumPy arrays for GPU arrays and matrix products are skipped. For checks that compile every kernel
+    on a machine without a GPU.
+    """
+    global _records
+    before, _records = _records, []
+    try:
+        yield _records
+    finally:
+        _records = before

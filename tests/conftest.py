@@ -1,0 +1,20 @@
+import numpy as np
+import pytest
+
+from nbtrain.device import SIMULATED
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cuda:0", help="the GPU that tests marked gpu run on (hip:0 on ROCm)")
+
+
+@pytest.fixture(params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+def xp(request):
+    """NumPy (the CPU twin, or the kernel under NUMBA_ENABLE_CUDASIM=1) and CuPy (the kernel on a GPU)."""
+    if request.param == "numpy":
+        return np
+    if SIMULATED:
+        pytest.skip("the simulator runs kernels on NumPy arrays")
+    import cupy
+
+    return cupy
