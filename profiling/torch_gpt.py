@@ -120,6 +120,18 @@ def load_params(model, params):
         p.copy_(value)
 
 
+def named_leaves(model, params):
+    """name -> array out of nbtrain's parameters: params.blocks[3].qkv_w is "blocks.3.qkv_w"."""
+
+    def leaf(name):
+        node = params
+        for part in name.split("."):
+            node = node[int(part)] if part.isdigit() else getattr(node, part)
+        return node
+
+    return {name: leaf(name) for name, _ in model.named_parameters()}
+
+
 def to_torch(*arrays):
     """Token arrays as PyTorch wants them: int64."""
     return [torch.tensor(a, dtype=torch.int64) for a in arrays]
