@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from nbtrain.errors import InvalidValue
+
 
 def write_atomically(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
     """Calls `write(file)` on a temporary file beside `path` and renames it to `path` once it is on the disk.
@@ -13,6 +15,8 @@ def write_atomically(path: str | Path, write: Callable[[BinaryIO], object]) -> N
     An interruption at any moment leaves what was at `path` before, untouched.
     """
     path = Path(path)
+    if not path.parent.is_dir():
+        raise InvalidValue(f"{path} cannot be written: there is no folder {path.parent}. Make it first.")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "xb") as file:  # unlike tempfile's 0600, the mode follows the user's umask

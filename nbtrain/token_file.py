@@ -9,9 +9,10 @@ nbtrain's own layout, everything little endian:
     16      8      count, uint64: how many ids follow, at least 1
     24             the ids
 
-Two more are read. llm.c's shards: a header of int32[256] that holds magic, version, count, then the ids; magic 20240520
-with version 1 means uint16 (GPT-2), 20240801 with version 7 means uint32 (Llama 3). nanoGPT's files have no header, only
-uint16 ids: nothing in them says so, hence they are read only as `format="nanogpt"`, never by guessing.
+Two more are read. llm.c's shards: a header of int32[256] that holds magic, version, count, then the ids;
+magic 20240520 with version 1 means uint16 (GPT-2), 20240801 with version 7 means uint32 (Llama 3). nanoGPT's
+files have no header, only uint16 ids: nothing in them says so, hence they are read only as
+`format="nanogpt"`, never by guessing.
 """
 
 import struct
@@ -25,9 +26,10 @@ from nbtrain.files import write_atomically
 MAGIC = b"nbtokens"
 VERSION = 1
 HEADER = struct.Struct("<8sIIQ")
-DTYPES = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+DTYPES: dict[int, np.dtype] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 LLMC_HEADER_BYTES = 256 * 4
-LLMC_KINDS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # magic -> version, dtype of the ids
+# magic -> version, dtype of the ids
+LLMC_KINDS: dict[int, tuple[int, np.dtype]] = {20240520: (1, DTYPES[2]), 20240801: (7, DTYPES[4])}
 FORMATS = ("auto", "nbtrain", "llm.c", "nanogpt")
 MAX_VOCAB_SIZE = 2**31 - 1  # ids travel as int32
 
@@ -58,8 +60,8 @@ class TokenFile:
             )
         if n_bytes != expected:
             raise InvalidValue(
-                f"{self.path} is damaged: {count} tokens of {dtype.itemsize} bytes behind {offset} bytes of header need "
-                f"{expected} bytes, there are {n_bytes}. Copy or write the file again."
+                f"{self.path} is damaged: {count} tokens of {dtype.itemsize} bytes behind {offset} bytes of "
+                f"header need {expected} bytes, there are {n_bytes}. Copy or write the file again."
             )
         self.tokens = np.memmap(self.path, dtype=dtype, mode="r", offset=offset, shape=(count,))
 
@@ -67,7 +69,8 @@ class TokenFile:
         return len(self.tokens)
 
     def __repr__(self) -> str:
-        return f"TokenFile({str(self.path)!r}, {len(self)} {self.tokens.dtype.name} tokens, format={self.format!r})"
+        dtype = self.tokens.dtype.name
+        return f"TokenFile({str(self.path)!r}, {len(self)} {dtype} tokens, format={self.format!r})"
 
 
 def write_tokens(path: str | Path, tokens, *, vocab_size: int) -> None:
@@ -85,8 +88,8 @@ def write_tokens(path: str | Path, tokens, *, vocab_size: int) -> None:
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         at = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
         raise InvalidValue(
-            f"{path}: token {tokens[at]} at position {at} lies outside 0..{vocab_size - 1} (vocab_size = {vocab_size}). "
-            "Nothing was written."
+            f"{path}: token {tokens[at]} at position {at} lies outside 0..{vocab_size - 1} (vocab_size = "
+            f"{vocab_size}). Nothing was written."
         )
     code = 2 if vocab_size <= 2**16 else 4
 
@@ -108,12 +111,15 @@ def _recognise(path: Path, head: bytes, n_bytes: int, asked: str) -> str:
     if found is not None and asked in ("auto", found):
         return found
     if found is not None:
-        raise InvalidValue(f"{path} has {found}'s header, but format={asked!r} was asked for. Say format={found!r}.")
+        raise InvalidValue(
+            f"{path} has {found}'s header, but format={asked!r} was asked for. Say format={found!r}."
+        )
     if asked == "nanogpt":
         return asked
+    llmc = " or ".join(map(str, LLMC_KINDS))
     expected = {
         "nbtrain": f"the {HEADER.size} bytes of a header that begins with {MAGIC!r}",
-        "llm.c": f"the {LLMC_HEADER_BYTES} bytes of a header that begins with {' or '.join(map(str, LLMC_KINDS))}",
+        "llm.c": f"the {LLMC_HEADER_BYTES} bytes of a header that begins with {llmc}",
     }
     raise InvalidValue(
         f"{path} has no header: expected {expected.get(asked) or ' or '.join(expected.values())}; "
@@ -128,25 +134,28 @@ def _nbtrain_layout(path: Path, head: bytes, n_bytes: int) -> tuple[int, np.dtyp
     _, version, code, count = HEADER.unpack_from(head)
     if version != VERSION:
         raise InvalidValue(
-            f"{path} has version {version} of nbtrain's token files ({n_bytes} bytes); this nbtrain reads version "
-            f"{VERSION}. Update nbtrain, or write the file again."
+            f"{path} has version {version} of nbtrain's token files ({n_bytes} bytes); this nbtrain reads "
+            f"version {VERSION}. Update nbtrain, or write the file again."
         )
     if code not in DTYPES:
         raise InvalidValue(
-            f"{path} is damaged: its dtype code must be 2 (uint16) or 4 (uint32), it is {code} ({n_bytes} bytes)."
+            f"{path} is damaged: its dtype code must be 2 (uint16) or 4 (uint32), it is {code} ({n_bytes} "
+            "bytes)."
         )
     return HEADER.size, DTYPES[code], count
 
 
 def _llmc_layout(path: Path, head: bytes, n_bytes: int) -> tuple[int, np.dtype, int]:
     if n_bytes < LLMC_HEADER_BYTES:
-        raise InvalidValue(f"{path} is cut short: its header needs {LLMC_HEADER_BYTES} bytes, there are {n_bytes}.")
+        raise InvalidValue(
+            f"{path} is cut short: its header needs {LLMC_HEADER_BYTES} bytes, there are {n_bytes}."
+        )
     magic, version, count = struct.unpack_from("<iii", head)
     known, dtype = LLMC_KINDS[magic]
     if version != known:
         raise InvalidValue(
-            f"{path} is a shard of llm.c with magic {magic} and version {version} ({n_bytes} bytes); nbtrain reads "
-            f"version {known} of that magic."
+            f"{path} is a shard of llm.c with magic {magic} and version {version} ({n_bytes} bytes); nbtrain "
+            f"reads version {known} of that magic."
         )
     if count < 0:
         raise InvalidValue(
@@ -159,8 +168,8 @@ def _llmc_layout(path: Path, head: bytes, n_bytes: int) -> tuple[int, np.dtype, 
 def _nanogpt_layout(path: Path, head: bytes, n_bytes: int) -> tuple[int, np.dtype, int]:
     if n_bytes % 2:
         raise InvalidValue(
-            f"{path} is damaged: a headerless file of uint16 has an even number of bytes, expected {n_bytes - 1} or "
-            f"{n_bytes + 1}, there are {n_bytes}."
+            f"{path} is damaged: a headerless file of uint16 has an even number of bytes, expected "
+            f"{n_bytes - 1} or {n_bytes + 1}, there are {n_bytes}."
         )
     return 0, DTYPES[2], n_bytes // 2
 

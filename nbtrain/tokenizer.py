@@ -1,7 +1,7 @@
 """Tokenizers that need nothing but a text: text <-> int32 ids, kept as JSON.
 
-A tokenizer has `encode(text)` -> (n,) int32, `decode(ids)` -> str, `vocab_size`, `to_dict()`, `from_dict(d)` and
-`save(path)`; `decode(encode(text)) == text`. `load_tokenizer` reads whichever kind a file holds.
+A tokenizer has `encode(text)` -> (n,) int32, `decode(ids)` -> str, `vocab_size`, `to_dict()`, `from_dict(d)`
+and `save(path)`; `decode(encode(text)) == text`. `load_tokenizer` reads whichever kind a file holds.
 """
 
 import json
@@ -30,11 +30,15 @@ class _Tokenizer:
     def _checked_ids(self, ids) -> np.ndarray:
         ids = np.asarray(ids)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-            raise InvalidType(f"decode expects integer ids of shape (n,); got {ids.dtype} of shape {ids.shape}.")
+            raise InvalidType(
+                f"decode expects integer ids of shape (n,); got {ids.dtype} of shape {ids.shape}."
+            )
         bad = (ids < 0) | (ids >= self.vocab_size)
         if bad.any():
             at = int(bad.argmax())
-            raise InvalidValue(f"id {ids[at]} at position {at} lies outside 0..{self.vocab_size - 1}, the vocabulary.")
+            raise InvalidValue(
+                f"id {ids[at]} at position {at} lies outside 0..{self.vocab_size - 1}, the vocabulary."
+            )
         return ids
 
 
@@ -49,8 +53,8 @@ class CharTokenizer(_Tokenizer):
         self._points = _code_points(chars)
         if len(chars) == 0 or (np.diff(self._points.astype(np.int64)) <= 0).any():
             raise InvalidValue(
-                f"CharTokenizer expects at least one character, sorted, each once; got {chars[:40]!r} ({len(chars)} in "
-                "all). CharTokenizer.from_text(text) takes them from a text."
+                f"CharTokenizer expects at least one character, sorted, each once; got {chars[:40]!r} "
+                f"({len(chars)} in all). CharTokenizer.from_text(text) takes them from a text."
             )
         self.chars = chars
         self.vocab_size = len(chars)
@@ -78,14 +82,19 @@ class CharTokenizer(_Tokenizer):
         if unknown.any():
             at = int(unknown.argmax())
             raise InvalidValue(
-                f"unknown character {text[at]!r} (U+{ord(text[at]):04X}) at position {at}: it is not among the "
-                f"tokenizer's {self.vocab_size} characters. Remove it, or make the tokenizer from a text that has it."
+                f"unknown character {text[at]!r} (U+{ord(text[at]):04X}) at position {at}: it is not among "
+                f"the tokenizer's {self.vocab_size} characters. Remove it, or make the tokenizer from a text "
+                "that has it."
             )
         return ids.astype(np.int32)
 
     def decode(self, ids) -> str:
         """The text of ids (n,)."""
-        return self._points[self._checked_ids(ids).astype(np.int64)].tobytes().decode("utf-32-le", "surrogatepass")
+        return (
+            self._points[self._checked_ids(ids).astype(np.int64)]
+            .tobytes()
+            .decode("utf-32-le", "surrogatepass")
+        )
 
 
 class ByteTokenizer(_Tokenizer):
@@ -105,8 +114,8 @@ class ByteTokenizer(_Tokenizer):
             data = text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InvalidValue(
-                f"character {text[error.start]!r} at position {error.start} is half of a surrogate pair, which UTF-8 does "
-                "not have. Remove it."
+                f"character {text[error.start]!r} at position {error.start} is half of a surrogate pair, "
+                "which UTF-8 does not have. Remove it."
             ) from None
         return np.frombuffer(data, np.uint8).astype(np.int32)
 
@@ -125,11 +134,15 @@ def load_tokenizer(path: str | Path) -> CharTokenizer | ByteTokenizer:
         raise InvalidValue(f"expected a tokenizer's JSON file at {path}, where there is none.")
     n_bytes = path.stat().st_size
     if n_bytes > MAX_FILE_BYTES:
-        raise InvalidValue(f"{path}: expected a tokenizer of at most {MAX_FILE_BYTES} bytes, there are {n_bytes}.")
+        raise InvalidValue(
+            f"{path}: expected a tokenizer of at most {MAX_FILE_BYTES} bytes, there are {n_bytes}."
+        )
     try:
         d = json.loads(path.read_bytes().decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise InvalidValue(f"{path} is no tokenizer's JSON ({n_bytes} bytes): {error}. Write it again.") from None
+        raise InvalidValue(
+            f"{path} is no tokenizer's JSON ({n_bytes} bytes): {error}. Write it again."
+        ) from None
     if not isinstance(d, dict) or not isinstance(d.get("kind"), str) or d["kind"] not in KINDS:
         kinds = " or ".join(map(repr, KINDS))
         found = d.get("kind") if isinstance(d, dict) else type(d).__name__
@@ -148,4 +161,6 @@ def _code_points(text: str) -> np.ndarray:
 def _check_fields(d: dict, kind: str, fields: set[str]) -> None:
     if not isinstance(d, dict) or set(d) != fields or d["kind"] != kind:
         got = sorted(map(str, d)) if isinstance(d, dict) else type(d).__name__
-        raise InvalidValue(f"a {kind!r} tokenizer is a dict of {sorted(fields)} with kind {kind!r}; got {got}.")
+        raise InvalidValue(
+            f"a {kind!r} tokenizer is a dict of {sorted(fields)} with kind {kind!r}; got {got}."
+        )
