@@ -30,8 +30,9 @@ CLIP = 1.0
 
 
 def windows(B, T, count=64, seed=0):
-    """[(tokens, targets)] * count, each (B, T) int32, from a made-up text in which three characters can follow each:
-    a loss that doesn't fall is a fault."""
+    """[(tokens, targets)] * count, each (B, T) int32, from a made-up text.
+
+    Three characters can follow each one, so a loss that does not fall is a fault."""
     rng = np.random.default_rng(seed)
     successors = rng.integers(VOCAB, size=(VOCAB, 3))
     text = np.zeros(20 * (T + 1), np.int32)
