@@ -22,23 +22,24 @@ def is_recording() -> bool:
 def launch(compiled, grid, block, *args) -> None:
     """Launches a kernel on CuPy's current stream.
 
-    fp16 arrays reach the kernel as int16 views and bf16 arrays as uint16 views: the one form that numba-cuda, numba-hip and
-    the simulator all take. Host numbers: give NumPy scalars for fp32 and int32; a Python int is int64.
+    Arrays must be C-contiguous and reach the kernel as one dimension; fp16 as int16 and bf16 as uint16 bits, the one form that
+    numba-cuda, numba-hip and the simulator all take. Host numbers: NumPy scalars for fp32 and int32; a Python int is int64.
     """
-    args = [_stored(x) for x in args]
     if _records is not None:
-        _records.append((compiled, tuple(args), grid, block))
+        _records.append((compiled, tuple(map(_stored, args)), grid, block))
+    elif SIMULATED:
+        backend.launch(compiled, grid, block, [_stored(x) for x in args])
     else:
         backend.launch(compiled, grid, block, args)
 
 
 def _stored(x):
-    dtype = getattr(x, "dtype", None)
-    if dtype == np.float16:
+    if not isinstance(x, np.ndarray):
+        return x
+    x = x.reshape(-1)
+    if x.dtype == np.float16:
         return x.view(np.int16)
-    if dtype == bfloat16:
-        return x.view(np.uint16)
-    return x
+    return x.view(np.uint16) if x.dtype == bfloat16 else x
 
 
 @contextlib.contextmanager

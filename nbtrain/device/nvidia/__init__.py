@@ -1,6 +1,6 @@
 """NVIDIA GPUs through numba-cuda. What only this vendor can run lives in this package."""
 
-import functools
+import re
 
 from numba import cuda, types
 
@@ -17,6 +17,7 @@ from nbtrain.device.nvidia.vector import (
     store,
     store8,
 )
+from nbtrain.device.packed import make_launch
 
 __all__ = [
     "block_reduce", "compile_for", "cuda", "device_function", "exp2", "kernel", "launch", "load", "load8", "log2", "rcp",
@@ -31,23 +32,11 @@ def kernel(*, launch_bounds=None, fastmath: bool = True):
     return cuda.jit(launch_bounds=launch_bounds, fastmath=fastmath)
 
 
-@functools.lru_cache(maxsize=64)
-def _stream(handle: int):
-    return cuda.external_stream(handle)
-
-
-def launch(compiled, grid, block, args) -> None:
-    """Launches on CuPy's current stream, so that CuPy's work and ours is ordered."""
-    import cupy
-
-    compiled[grid, block, _stream(cupy.cuda.get_current_stream().ptr)](*args)
-
-
 def compile_for(compiled, signature, cc: tuple[int, int]) -> str:
     """PTX of a kernel for compute capability `cc`; needs neither a GPU nor a driver.
 
     A device function asks the current device for its capability while the kernel is typed; here `cc` answers. Overloads
-    are kept, so use one process for each capability.
+    are kept, so use one capability in a process.
     """
     import numba.cuda.dispatcher
 
@@ -67,3 +56,30 @@ def compile_for(compiled, signature, cc: tuple[int, int]) -> str:
         launch_bounds=options.get("launch_bounds"),
     )
     return text
+
+
+def _capability() -> tuple[int, int]:
+    from cupy.cuda import Device
+
+    text = Device().compute_capability  # "90"
+    return int(text[:-1]), int(text[-1])
+
+
+def _architecture() -> str:
+    """The current device's, with the letter that unlocks what only this architecture has: wgmma on sm_90a."""
+    major, minor = _capability()
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def _compile_binary(compiled, signature) -> tuple[str, bytes]:
+    """(entry point, machine code) for the current device, through nvJitLink."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    ptx = compile_for(compiled, signature, _capability())
+    entry = compiled.py_func.__name__  # what profilers show, in place of a mangled name of 500 letters
+    ptx = ptx.replace(re.search(r"\.entry\s+([\w$]+)", ptx)[1], entry)
+    code = ObjectCode.from_ptx(ptx.encode())
+    return entry, Linker(code, options=LinkerOptions(arch=_architecture())).link("cubin").code
+
+
+launch = make_launch(_compile_binary, _architecture)

@@ -1,0 +1,71 @@
+"""Machine code of kernels, kept on disk: a second start takes seconds.
+
+A file holds the SHA-256 of what follows, a line of JSON (the entry point's name) and the binary. Nothing is unpickled; a file
+whose hash does not match is compiled again. The key is a hash of everything that the code follows from: the kernel with the
+values that its factory fixed, the device functions that it calls, the argument types, the architecture, nbtrain's sources and
+the compilers' versions.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import tempfile
+from pathlib import Path
+
+from nbtrain.device.cpu import cache_folder
+
+ROOT = Path(__file__).parents[1]
+
+
+@functools.cache
+def _sources() -> str:
+    """A hash of nbtrain's sources and of the packages that turn them into machine code."""
+    digest = hashlib.sha256(platform.python_version().encode())
+    for path in sorted(ROOT.rglob("*.py")):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    for package in ("numba", "numba-cuda", "numba-hip", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink"):
+        try:
+            digest.update(f"{package}={importlib.metadata.version(package)}".encode())
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return digest.hexdigest()
+
+
+@functools.cache
+def _file_hash(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if os.path.exists(path) else path
+
+
+def _describe(value, depth: int = 0) -> str:
+    """A kernel, a device function or a constant as text: code, and what its factory fixed."""
+    function = getattr(value, "py_func", value)
+    code = getattr(function, "__code__", None)
+    if code is None or depth > 20:
+        return f"{type(value).__name__}:{value!r}"
+    cells = [_describe(cell.cell_contents, depth + 1) for cell in function.__closure__ or ()]
+    inside = (code.co_code.hex(), code.co_names, [c for c in code.co_consts if not hasattr(c, "co_code")])
+    options = sorted((k, repr(v)) for k, v in getattr(value, "targetoptions", {}).items() if k != "link")
+    return f"{function.__module__}.{function.__qualname__}{_file_hash(code.co_filename)}{inside}{options}{cells}"
+
+
+def cached_binary(compiled, types, architecture: str, compile_) -> tuple[str, bytes]:
+    """(entry point, machine code) of a kernel for these argument types, from disk or from `compile_()`."""
+    key = hashlib.sha256(repr((_describe(compiled), types, architecture, _sources())).encode()).hexdigest()
+    path = cache_folder() / "gpu" / f"{key}.bin"
+    try:
+        content = path.read_bytes()
+        if hashlib.sha256(content[32:]).digest() == content[:32]:
+            header, _, binary = content[32:].partition(b"\n")
+            return json.loads(header)["entry"], binary
+    except OSError:
+        pass
+    entry, binary = compile_()
+    content = json.dumps({"entry": entry}).encode() + b"\n" + binary
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(hashlib.sha256(content).digest() + content)
+    os.replace(file.name, path)
+    return entry, binary

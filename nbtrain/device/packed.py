@@ -1,0 +1,112 @@
+"""Launching machine code with arguments packed once: 5 to 10 us a launch, where Numba's own launcher takes 80.
+
+A kernel is compiled by Numba to a binary, loaded by CuPy's driver module, and launched on CuPy's current stream: the same path
+on CUDA and on HIP. An array reaches the kernel as Numba's seven words (meminfo, parent, nitems, itemsize, data, shape, stride),
+always as one dimension, since kernels index flat.
+"""
+
+import ctypes
+import functools
+import struct
+import threading
+
+import numpy as np
+from numba import types
+
+from nbtrain.device.arrays import bfloat16
+from nbtrain.device.binaries import cached_binary
+
+_ELEMENTS = {
+    np.dtype(np.float32): types.float32,
+    np.dtype(np.float16): types.int16,
+    bfloat16: types.uint16,
+    np.dtype(np.int32): types.int32,
+    np.dtype(np.uint32): types.uint32,
+    np.dtype(np.int64): types.int64,
+    np.dtype(np.uint8): types.uint8,
+}
+_SCALARS = {
+    np.float32: (types.float32, "<f"),
+    np.int32: (types.int32, "<i"),
+    np.uint32: (types.uint32, "<I"),
+    int: (types.int64, "<q"),
+    np.int64: (types.int64, "<q"),
+}
+_ARRAYS = {dtype: types.Array(element, 1, "C") for dtype, element in _ELEMENTS.items()}
+_lock = threading.Lock()
+
+
+class _Prepared:
+    """A loaded kernel and the memory that holds its parameters; every parameter has a slot of 8 bytes."""
+
+    def __init__(self, function, signature):
+        self.function = function  # keeps the module alive
+        slots, self.fields = 0, []
+        for entry in signature:
+            if entry in _ARRAYS:
+                self.fields.append((slots, None))
+                slots += 7
+            else:
+                self.fields.append((slots * 8, _SCALARS[entry][1]))
+                slots += 1
+        self.values = (ctypes.c_uint64 * slots)()
+        base = ctypes.addressof(self.values)
+        self.pointers = (ctypes.c_void_p * slots)(*(base + 8 * i for i in range(slots)))
+        self.sizes = [-1] * len(self.fields)
+
+    def fill(self, args):
+        values, sizes = self.values, self.sizes
+        for k, (x, (at, form)) in enumerate(zip(args, self.fields, strict=True)):
+            if form is None:
+                if sizes[k] != x.size:
+                    sizes[k] = x.size
+                    values[at + 2] = values[at + 5] = x.size
+                    values[at + 3] = values[at + 6] = x.itemsize
+                values[at + 4] = x.data.ptr
+            else:
+                struct.pack_into(form, values, at, x)
+
+
+@functools.cache
+def _driver():
+    from cupy.cuda import driver, stream
+
+    return driver.launchKernel, stream.get_current_stream
+
+
+def make_launch(compile_binary, architecture):
+    """`launch(compiled, grid, block, args)` for a backend.
+
+    `compile_binary(compiled, numba types)` returns (entry point, machine code); `architecture()` names the current device's.
+    """
+    prepared: dict = {}
+
+    def prepare(compiled, signature):
+        from cupy.cuda import function
+
+        numba_types = tuple(_ARRAYS.get(entry) or _SCALARS[entry][0] for entry in signature)
+        entry, binary = cached_binary(
+            compiled, numba_types, architecture(), lambda: compile_binary(compiled, numba_types)
+        )
+        module = function.Module()
+        module.load(binary)
+        return _Prepared(module.get_function(entry), signature)
+
+    def launch(compiled, grid, block, args):
+        from cupy.cuda import runtime
+
+        signature = tuple(x.dtype if hasattr(x, "data") and hasattr(x.data, "ptr") else type(x) for x in args)
+        key = compiled, signature, runtime.getDevice()
+        launch_kernel, current_stream = _driver()
+        grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
+        block = (block, 1, 1) if isinstance(block, int) else (*block, 1, 1)[:3]
+        with _lock:
+            kernel = prepared.get(key)
+            if kernel is None:
+                kernel = prepared[key] = prepare(compiled, signature)
+            kernel.fill(args)
+            launch_kernel(
+                kernel.function.ptr, *grid, *block, 0, current_stream().ptr, ctypes.addressof(kernel.pointers), 0
+            )
+
+    return launch
