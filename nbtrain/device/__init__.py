@@ -10,6 +10,7 @@ from nbtrain.device.arrays import (
     as_arrays,
     bfloat16,
     expect,
+    expect_ids,
     is_cupy,
     same_memory,
 )
@@ -34,7 +35,7 @@ from nbtrain.device.vector import (
 
 __all__ = [
     "FLOATS", "SIMULATED", "TARGET", "aligned", "array_module", "as_array", "as_arrays", "bfloat16", "block_max", "block_sum",
-    "cuda", "device_function", "exp2", "expect", "float32", "int32", "int64", "is_cupy", "is_recording", "kernel", "launch", "load", "log2",
+    "cuda", "device_function", "exp2", "expect", "expect_ids", "float32", "int32", "int64", "is_cupy", "is_recording", "kernel", "launch", "load", "log2",
     "njit", "on_gpu", "prange", "random_bits", "random_bits8", "rcp", "read8", "recording", "round8", "row_access", "row_shape", "rsqrt", "same_memory",
     "store", "tuned", "twin", "uint32", "uint64",
 ]  # fmt: skip

@@ -114,6 +114,25 @@ def expect(op: str, spec: str, *arrays, hint: str = "") -> tuple[int, ...]:
     return tuple(names.values())
 
 
+def expect_ids(op: str, name: str, ids, size: int, *, ignore_index: int | None = None) -> None:
+    """Raises InvalidValue if a host array holds an id outside 0..size-1 that is not `ignore_index`.
+
+    Ids on a GPU are not read here: kernels keep them in bounds, and `batch_check` finds the bad ones.
+    """
+    if is_cupy(ids):
+        return
+    bad = (ids < 0) | (ids >= size)
+    if ignore_index is not None:
+        bad &= ids != ignore_index
+    if bad.any():
+        at = np.unravel_index(int(bad.argmax()), bad.shape)
+        besides = "" if ignore_index is None else f" or ignore_index = {ignore_index}"
+        raise InvalidValue(
+            f"{op} expects {name} in 0..{size - 1}{besides}; got {name}[{', '.join(map(str, at))}] = {ids[at]}. "
+            "Check the vocabulary size and the data."
+        )
+
+
 def _picture(spec, arrays) -> str:
     return ", ".join(
         f"{name} {x.dtype} {tuple(x.shape)} on the {'GPU' if is_cupy(x) else 'CPU'}"
