@@ -1,0 +1,102 @@
+"""Where arrays live: choosing a device, moving arrays there and back."""
+
+import contextlib
+
+import numpy as np
+
+from nbtrain.device.arrays import is_cupy
+from nbtrain.device.backend import SIMULATED, TARGET
+from nbtrain.errors import InvalidValue, Unavailable
+
+_EXTRA = {"cuda": "cuda13", "hip": "rocm"}
+
+
+def _gpu_kind() -> str:
+    return "hip" if TARGET == "hip" else "cuda"
+
+
+def _why_no_gpu() -> str | None:
+    """Why kernels cannot run on a GPU here, or None where they can."""
+    if SIMULATED:
+        return "NUMBA_ENABLE_CUDASIM is set, and the simulator takes NumPy arrays"
+    if TARGET == "none":
+        return "neither numba-cuda nor numba-hip is installed"
+    try:
+        import cupy
+    except ImportError:
+        return "CuPy is not installed"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"CuPy finds no GPU ({error})"
+    return None if count else "CuPy finds no GPU"
+
+
+def resolve_device(name: str = "auto") -> tuple[str, str]:
+    """(device, reason): "cpu", "cuda:0" or "hip:0". "auto" takes the GPU where one can run kernels; what is asked for by
+    name and is not there is an error that says what to install."""
+    if name == "auto":
+        reason = _why_no_gpu()
+        return ("cpu", reason) if reason else (f"{_gpu_kind()}:0", "a GPU and its libraries are here")
+    if name == "cpu":
+        return name, "asked for"
+    kind, _, index = name.partition(":") if isinstance(name, str) else ("", "", "")
+    if kind not in _EXTRA or not (index.isdigit() or index == ""):
+        raise InvalidValue(f'a device is "cpu", "cuda:0", "hip:0" or "auto"; got {name!r}.')
+    if reason := _why_no_gpu():
+        raise Unavailable(f"{name} was asked for, but {reason}. Run pip install 'nbtrain[{_EXTRA[kind]}]', or use device=\"cpu\".")
+    if kind != _gpu_kind():
+        raise Unavailable(f"{name} was asked for, but kernels here are compiled for {_gpu_kind()}. Use {_gpu_kind()}:0.")
+    import cupy
+
+    count = cupy.cuda.runtime.getDeviceCount()
+    if int(index or 0) >= count:
+        raise Unavailable(f"{name} was asked for, but this machine has {count} GPU(s): {kind}:0 … {kind}:{count - 1}.")
+    return f"{kind}:{int(index or 0)}", "asked for"
+
+
+def device_of(x) -> str:
+    return f"{_gpu_kind()}:{x.device.id}" if is_cupy(x) else "cpu"
+
+
+def use(device: str):
+    """A context in which new arrays and launches go to `device`."""
+    if device == "cpu":
+        return contextlib.nullcontext()
+    import cupy
+
+    return cupy.cuda.Device(int(device.partition(":")[2]))
+
+
+def to_device(x, device: str):
+    """A copy of a NumPy array on `device`; on the CPU the array itself."""
+    if device == "cpu":
+        return np.ascontiguousarray(x)
+    import cupy
+
+    with use(device):
+        return cupy.asarray(np.ascontiguousarray(x))
+
+
+def to_host(x) -> np.ndarray:
+    """The array as NumPy's; waits for the device."""
+    return x.get() if is_cupy(x) else np.asarray(x)
+
+
+def compute_capability(device: str) -> tuple[int, int] | None:
+    """(9, 0) on a Hopper GPU; None on the CPU and on AMD."""
+    if not device.startswith("cuda"):
+        return None
+    import cupy
+
+    text = cupy.cuda.Device(int(device.partition(":")[2])).compute_capability
+    return int(text[:-1]), int(text[-1])
+
+
+def synchronize(device: str) -> None:
+    """Waits until the device has done what was launched."""
+    if device != "cpu":
+        import cupy
+
+        with use(device):
+            cupy.cuda.get_current_stream().synchronize()
