@@ -6,6 +6,7 @@ the optimizer, the norm and a cast are one launch each at any depth, and a layer
 
 import functools
 import math
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,6 +111,19 @@ class Tree:
     def __iter__(self):
         """(name, array) of every leaf, in order."""
         return ((leaf.name, self[leaf.name]) for leaf in self.layout.leaves)
+
+    def sections(self, prefix: str) -> list[SimpleNamespace]:
+        """The leaves of prefix.0, prefix.1, … as plain namespaces: for loops that run every step."""
+        sections = self._views.get(prefix)
+        if sections is None:
+            found: dict[int, SimpleNamespace] = {}
+            for name in _index(self.layout):
+                first, _, rest = name.partition(".")
+                number, _, leaf = rest.partition(".")
+                if first == prefix:
+                    setattr(found.setdefault(int(number), SimpleNamespace()), leaf, self[name])
+            sections = self._views[prefix] = [found[i] for i in range(len(found))]
+        return sections
 
     def __repr__(self) -> str:
         if self._buffer is None:

@@ -7,10 +7,19 @@
 same bits.
 """
 
+from typing import Any, NamedTuple
+
 from numba import int64, uint32, uint64
 
 from nbtrain.device.backend import backend
 from nbtrain.device.cpu import njit
+
+
+class Rng(NamedTuple):
+    """Where in the run a micro-batch stands."""
+
+    key: Any  # (3,) uint32 on the device: seed low, seed high, step
+    row: int  # its first sequence among all of the step's, over micro-batches and ranks
 
 
 def _philox(block, site, step, key0, key1):

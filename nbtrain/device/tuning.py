@@ -10,7 +10,19 @@ BLOCKS = {
     # op: (threads a block, blocks of a persistent grid; 0 where the grid follows the size)
     "layernorm_forward": (192, 0),
     "layernorm_backward": (256, 264),
-    "column_sum": (512, 0),
+    "sum_blocks": (512, 0),
+    "linear_bias": (256, 0),
+    "linear_dbias": (256, 1056),
+    "gelu_forward": (384, 0),
+    "gelu_backward": (256, 1536),
+    "dropout": (256, 0),
+    "cast": (256, 0),
+    "softmax_forward": (128, 0),
+    "softmax_backward": (128, 0),
+    "global_norm": (512, 528),
+    "adamw": (256, 0),
+    "cross_entropy": (1024, 0),
+    "sum_losses": (1024, 0),
 }
 SIMULATED_BLOCKS = {name: (8, 3 if grid else 0) for name, (_, grid) in BLOCKS.items()}
 

@@ -1,11 +1,12 @@
 """Kernels to AMD code objects, for any architecture, with numba-hip; no GPU is asked anything."""
 
+import functools
 import types as python_types
 
 from numba import hip, types
 from numba.core import compiler
-from numba.core.options import FastMathOptions
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.cpu_options import FastMathOptions
 from numba.core.target_extension import target_override
 from numba.hip import dispatcher
 from numba.hip.compiler import HIPCompiler, HIPFlags
@@ -13,7 +14,7 @@ from numba.hip.descriptor import hip_target
 
 from nbtrain.device.cpu import FASTMATH
 
-_architecture = None  # of the kernel that is being compiled
+ANY = "gfx90a"  # numba-hip wants an architecture while it types and lowers, and does not use it
 
 
 class Kernel:
@@ -42,18 +43,28 @@ def device_function(py_func):
 @global_compiler_lock
 def compile_for(kernel: Kernel, signature, arch: str) -> bytes:
     """The code object of a kernel for `arch` (gfx90a, gfx942, gfx1100 …). Its only kernel is named `entry_name(kernel)`."""
-    global _architecture
-    _architecture = arch
-    result = _compile(kernel.py_func, types.void, tuple(signature), fastmath=kernel.fastmath, amdgpu_arch=arch)
+    library = _lowered(kernel, tuple(signature))
+    # numba-hip adds a target to each function and never takes one away: one with two is not inlined, so its stack and
+    # its shared memory are not counted in the kernel.
+    for function in (f for module in library.modules for f in module.functions):
+        for attribute in [a for a in function.attributes if a.startswith('"target-')]:
+            function.attributes.discard(attribute)
+    return bytes(library.get_codeobj(arch))
+
+
+@functools.lru_cache(maxsize=1)
+def _lowered(kernel: Kernel, signature):
+    """The LLVM modules of a kernel and its device functions, the same for every architecture."""
+    result = _compile(kernel.py_func, types.void, signature, fastmath=kernel.fastmath, amdgpu_arch=ANY)
     code = kernel.py_func.__code__
     library, wrapper = result.target_context.prepare_hip_kernel(
         result.library, result.fndesc, False, False, {"opt": 3}, code.co_filename, code.co_firstlineno,
         name=entry_name(kernel),
     )  # fmt: skip
     # The registers that a thread may use follow from the largest block; without this it is 1024 threads.
-    # llvmlite's attribute set refuses names that it does not know; numba-hip adds its own in the same way.
+    # llvmlite's set of attributes refuses names that it does not know; numba-hip adds its own in the same way.
     set.add(wrapper.attributes, f'"amdgpu-flat-work-group-size"="1,{kernel.max_threads}"')
-    return bytes(library.get_codeobj(arch))
+    return library
 
 
 def entry_name(kernel: Kernel) -> str:
@@ -81,6 +92,6 @@ def _compile(
     return result
 
 
-# A device function asks the current GPU for its architecture while its caller is typed: the caller's answers.
-dispatcher.get_current_device = lambda: python_types.SimpleNamespace(amdgpu_arch=_architecture)
+# A device function asks for the current GPU while its caller is typed; no GPU need be there.
+dispatcher.get_current_device = lambda: python_types.SimpleNamespace(amdgpu_arch=ANY)
 dispatcher.compile_hip = _compile

@@ -1,0 +1,89 @@
+"""Sums over rows in one fixed order, without atomics: every block adds up its rows, then one kernel adds up the blocks.
+
+A kernel that sums columns of (N, C) runs on the grid and block that `column_grid` gives: thread x of block x owns eight columns,
+from (blockIdx.x * X + x) * 8 on, and rows are dealt to threadIdx.y and blockIdx.y. It keeps its sums in a local array of 8 and
+ends with `block_rows_sum(X, Y)(sums, partial, C)`; `sum_blocks` makes the result of `partial`, flat fp32 of blocks * C.
+"""
+
+import functools
+
+import numpy as np
+from numba import float32
+
+from nbtrain.device.backend import backend, cuda
+from nbtrain.device.launching import launch
+from nbtrain.device.tuning import tuned
+from nbtrain.device.vector import store
+
+ZERO = np.float32(0)
+
+
+def column_block(name: str) -> tuple[int, int]:
+    """(X, Y): threads over columns, eight each, and threads over rows."""
+    threads, _ = tuned(name)
+    X = min(32, threads // 2)
+    return X, threads // X
+
+
+def column_grid(name: str, N: int, C: int) -> tuple[int, int]:
+    """(blocks over columns, blocks over rows); a function of the shape alone, and with it the order of the sums."""
+    X, Y = column_block(name)
+    columns = -(-C // (8 * X))
+    return columns, min(max(1, tuned(name)[1] // columns), -(-N // Y))
+
+
+@functools.cache
+def block_rows_sum(X: int, Y: int):
+    """A device function: partial[blockIdx.y, c] = sum over threadIdx.y of `sums`."""
+    WIDTH = 8 * X
+
+    @backend.device_function
+    def write_sum(sums, partial, C):
+        buf = cuda.shared.array((Y, WIDTH), float32)
+        x, y = cuda.threadIdx.x, cuda.threadIdx.y
+        for j in range(8):
+            buf[y, j * X + x] = sums[j]  # lanes side by side: no bank conflicts
+        cuda.syncthreads()
+        k = y * X + x
+        while k < WIDTH:
+            c = (cuda.blockIdx.x * X + k % X) * 8 + k // X
+            if c < C:
+                s = ZERO
+                for row in range(Y):
+                    s += buf[row, k]
+                partial[cuda.blockIdx.y * C + c] = s
+            k += X * Y
+
+    return write_sum
+
+
+@functools.cache
+def _sum_blocks_kernel():
+    """A block takes a few columns; its rows of threads share the blocks."""
+    X, Y = column_block("sum_blocks")
+
+    @backend.kernel(launch_bounds=X * Y)
+    def sum_blocks(partial, first, blocks, C, out):
+        buf = cuda.shared.array((Y, X), float32)
+        x, y = cuda.threadIdx.x, cuda.threadIdx.y
+        c = cuda.blockIdx.x * X + x
+        s = ZERO
+        if c < C:
+            b = y
+            while b < blocks:
+                s += partial[(first + b) * C + c]
+                b += Y
+        buf[y, x] = s
+        cuda.syncthreads()
+        if y == 0 and c < C:
+            for k in range(1, Y):
+                s += buf[k, x]
+            store(out, c, s)
+
+    return sum_blocks, X, Y
+
+
+def sum_blocks(partial, first: int, blocks: int, out) -> None:
+    """out (C,) = the sum of `blocks` rows of `partial`, flat fp32 with rows of C, from row `first` on; rounded once."""
+    sum_, X, Y = _sum_blocks_kernel()
+    launch(sum_, -(-out.size // X), (X, Y), partial, first, blocks, out.size, out)

@@ -1,0 +1,36 @@
+"""Named working memory that is made once and used again by every step."""
+
+import math
+
+import numpy as np
+
+from nbtrain.device.arrays import array_module
+
+
+class Scratch:
+    """`scratch(name, shape, dtype)` returns the same memory for the same name; it grows to the largest shape asked for.
+
+    Contents are whatever the last user left. `like` is an array of the device that the memory shall be on.
+    """
+
+    def __init__(self, like):
+        self._xp = array_module(like)
+        self._buffers: dict[str, object] = {}
+        self._views: dict[tuple, object] = {}
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype):
+        view = self._views.get((name, shape, dtype))
+        if view is None:
+            n_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.size < n_bytes:
+                self._views = {k: v for k, v in self._views.items() if k[0] != name}
+                self._buffers.pop(name, None)
+                buffer = self._buffers[name] = self._xp.empty(n_bytes, np.uint8)
+            view = self._views[name, shape, dtype] = buffer[:n_bytes].view(dtype).reshape(shape)
+        return view
+
+    @property
+    def bytes(self) -> int:
+        """Memory held now."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
