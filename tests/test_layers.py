@@ -7,10 +7,11 @@ ROOT = Path(__file__).parents[1] / "nbtrain"
 # A module may import from earlier rows, and from its own row where that is said.
 LAYERS = [
     {"errors"},
+    {"files"},
     {"device"},
     {"config", "tree"},
     {"ops"},
-    {"batch", "token_file", "tokenizer", "files"},
+    {"batch", "token_file", "tokenizer"},
     {"text", "precision", "optim", "data", "model"},
     {"train"},
     {"checkpoint", "generate"},
