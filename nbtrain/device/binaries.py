@@ -12,10 +12,10 @@ import importlib.metadata
 import json
 import os
 import platform
-import tempfile
 from pathlib import Path
 
 from nbtrain.device.cpu import cache_folder
+from nbtrain.files import write_atomically
 
 ROOT = Path(__file__).parents[1]
 
@@ -65,7 +65,5 @@ def cached_binary(compiled, types, architecture: str, compile_) -> tuple[str, by
     entry, binary = compile_()
     content = json.dumps({"entry": entry}).encode() + b"\n" + binary
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(hashlib.sha256(content).digest() + content)
-    os.replace(file.name, path)
+    write_atomically(path, lambda file: file.write(hashlib.sha256(content).digest() + content))
     return entry, binary
