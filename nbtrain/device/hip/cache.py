@@ -53,7 +53,9 @@ def code_object(kernel: Kernel, signature, arch: str, rocm: int) -> bytes:
         found = compile_for(kernel, signature, arch)
         about = {**what, "sha256": hashlib.sha256(found).hexdigest()}
         write_atomically(folder / f"{key}.co", lambda file: file.write(found))
-        write_atomically(folder / f"{key}.json", lambda file: file.write(json.dumps(about, indent=1).encode()))
+        write_atomically(
+            folder / f"{key}.json", lambda file: file.write(json.dumps(about, indent=1).encode())
+        )
     return found
 
 

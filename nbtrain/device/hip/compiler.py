@@ -72,7 +72,15 @@ def entry_name(kernel: Kernel) -> str:
 
 
 def _compile(
-    py_func, return_type, args, debug=False, lineinfo=False, inline=False, fastmath=False, options=None, amdgpu_arch=None
+    py_func,
+    return_type,
+    args,
+    debug=False,
+    lineinfo=False,
+    inline=False,
+    fastmath=False,
+    options=None,
+    amdgpu_arch=None,
 ):
     """numba.hip.compiler.compile_hip, but fast mathematics never assume that there is no NaN and no infinity."""
     flags = HIPFlags()

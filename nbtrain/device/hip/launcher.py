@@ -20,7 +20,10 @@ def launch(kernel: Kernel, grid, block, args) -> None:
         image = code_object(kernel, signature, architecture(device), cupy.cuda.runtime.runtimeGetVersion())
         function = kernel.loaded[signature, device] = _load(image, entry_name(kernel))
     block = _triple(block)
-    assert block[0] * block[1] * block[2] <= kernel.max_threads, (kernel, block)  # it was compiled for no more
+    assert block[0] * block[1] * block[2] <= kernel.max_threads, (
+        kernel,
+        block,
+    )  # it was compiled for no more
     function(_triple(grid), block, tuple(word for x in args for word in flat_argument(x)))
 
 

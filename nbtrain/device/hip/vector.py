@@ -45,7 +45,9 @@ def _narrow(builder, storage, x):
     odd = builder.and_(builder.lshr(bits, ir.Constant(I32, 16)), ir.Constant(I32, 1))
     rounded = builder.add(bits, builder.add(odd, ir.Constant(I32, 0x7FFF)))
     # Adding to the bits of a NaN could carry into those of infinity or zero.
-    is_nan = builder.icmp_unsigned(">", builder.and_(bits, ir.Constant(I32, 0x7FFFFFFF)), ir.Constant(I32, 0x7F800000))
+    is_nan = builder.icmp_unsigned(
+        ">", builder.and_(bits, ir.Constant(I32, 0x7FFFFFFF)), ir.Constant(I32, 0x7F800000)
+    )
     rounded = builder.select(is_nan, ir.Constant(I32, 0x7FC00000), rounded)
     return builder.trunc(builder.lshr(rounded, ir.Constant(I32, 16)), I16)
 
@@ -139,7 +141,9 @@ def round8(typing, dst, at, like):
         if storage != types.float32:
             target = element_pointer(context, builder, signature.args[0], args[0], signature.args[1], args[1])
             values = _load_local(builder, target, 8)
-            _store_local(builder, target, [_widen(builder, storage, _narrow(builder, storage, x)) for x in values])
+            _store_local(
+                builder, target, [_widen(builder, storage, _narrow(builder, storage, x)) for x in values]
+            )
         return context.get_dummy_value()
 
     return types.void(dst, at, like), codegen
@@ -198,7 +202,9 @@ def _unary(name):
     def function(typing, x):
         def codegen(context, builder, signature, args):
             x = context.cast(builder, args[0], signature.args[0], types.float32)
-            instruction = cgutils.get_or_insert_function(builder.module, ir.FunctionType(F32, [F32]), f"llvm.amdgcn.{name}.f32")
+            instruction = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(F32, [F32]), f"llvm.amdgcn.{name}.f32"
+            )
             return builder.call(instruction, [x])
 
         return types.float32(x), codegen
