@@ -151,6 +151,7 @@ def test_absent_files_folders_and_formats_are_named(tmp_path):
     "ids, vocab_size, error, message",
     [
         ([1, 2, 65000], 50304, InvalidValue, r"token 65000 at position 2 lies outside 0\.\.50303"),
+        ([50303, 50304], 50304, InvalidValue, "token 50304 at position 1"),
         ([1, -4], 50304, InvalidValue, "token -4 at position 1"),
         ([], 50304, InvalidValue, r"at least one token .*\(0,\)"),
         ([[1, 2]], 50304, InvalidValue, r"got shape \(1, 2\)"),
@@ -199,9 +200,10 @@ def test_order_is_the_stable_sort_of_each_micro_batch(vocab_size, dtype):
     check_batch(batch, vocab_size)
 
 
-def test_order_sorts_ids_beyond_16_bits():
-    tokens = np.array([[70000, 65536, 0, 70000, -1]])
-    assert Batch.of(tokens, tokens).order.tolist() == [[4, 2, 1, 0, 3]]
+def test_order_sorts_ids_beyond_16_bits_and_below_0():
+    large, negative = np.array([[70000, 65536, 0, 70000]]), np.array([[3, -1, 2]])
+    assert Batch.of(large, large).order.tolist() == [[2, 1, 0, 3]]
+    assert Batch.of(negative, negative).order.tolist() == [[1, 2, 0]]
 
 
 def test_batch_of_two_dimensions_is_one_micro_batch_and_a_copy():
