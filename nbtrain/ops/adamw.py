@@ -2,14 +2,15 @@
 
     g' = factor * g
     m' = beta1 * m + (1 - beta1) * g'              v' = beta2 * v + (1 - beta2) * g' ** 2
-    master' = master - lr * (m' / (1 - beta1 ** t) / (sqrt(v' / (1 - beta2 ** t)) + eps) + weight_decay * master)
+    step = m' / (1 - beta1 ** t) / (sqrt(v' / (1 - beta2 ** t)) + eps)
+    master' = master - lr * (step + weight_decay * master)
     params' = master', rounded to storage
 
 n = elements of the whole model in one flat array, a multiple of 256. A tile is 256 of them in a row.
-g, params: (n,) fp32, fp16 or bf16. master, m, v: (n,) fp32. decay: (n / 256,) uint8, 0 where a tile has no weight decay.
-hyper: (8,) fp32 = (lr, factor, skip, 1 / (1 - beta1 ** t), 1 / (1 - beta2 ** t), unused …), on the device: lr and factor
-(clipping and the loss scale) are known there alone. Where skip is not 0, master, m and v stay as they are, and g is not read.
-Arithmetic is fp32.
+g, params: (n,) fp32, fp16 or bf16. master, m, v: (n,) fp32. decay: (n / 256,) uint8, 0 where a tile has no
+weight decay. hyper: (8,) fp32 = (lr, factor, skip, 1 / (1 - beta1 ** t), 1 / (1 - beta2 ** t), unused …), on
+the device: lr and factor (clipping and the loss scale) are known there alone. Where skip is not 0, master, m
+and v stay as they are, and g is not read. Arithmetic is fp32.
 """
 
 import functools
@@ -92,19 +93,19 @@ def _adamw_kernel(aligned: bool, in_place: bool, with_copy: bool, zero_grad: boo
 
 
 @twin(writes="")
-def _adamw_cpu(
-    g, master, m, v, decay, hyper, new_master, new_m, new_v, tasks, in_place, b1, c1, b2, c2, eps, weight_decay
-):
+def _adamw_cpu(g, master, m, v, decay, hyper, numbers, new_master, new_m, new_v, in_place, tasks):
+    b1, c1, b2, c2, eps, weight_decay = numbers
     lr, factor, applied, r1, r2 = hyper[0], hyper[1], hyper[2] == ZERO, hyper[3], hyper[4]
     for t in prange(tasks):
         first, last = span(t, tasks, decay.size)
         for tile in range(first, last):
             i, j = tile * TILE, (tile + 1) * TILE
-            P, M, V, G = new_master[i:j], new_m[i:j], new_v[i:j], g[i:j]
+            G, P, M, V = g[i:j], new_master[i:j], new_m[i:j], new_v[i:j]
             if not in_place:
-                P[:] = master[i:j]
-                M[:] = m[i:j]
-                V[:] = v[i:j]
+                for k in range(TILE):
+                    P[k] = master[i + k]
+                    M[k] = m[i + k]
+                    V[k] = v[i + k]
             if applied:
                 wd = weight_decay if decay[tile] != 0 else ZERO
                 for k in range(TILE):
@@ -135,14 +136,16 @@ def adamw(
 ):
     """Returns `(master, m, v, params)` after one update.
 
-    Of `params` only the dtype counts. In fp32 `params` is `master`: the same buffer, in `out` as well. `out` gives the four
-    arrays to write, which may be the inputs. `zero_grad` also writes zeros over g, whether or not the update is skipped.
-    A skipped update leaves arrays that are updated in place untouched; fresh ones get copies, params' a rounded one.
+    Of `params` only the dtype counts. In fp32 `params` is `master`: the same buffer, in `out` as well.
+    `out` gives the four arrays to write, which may be the inputs. A skipped update leaves arrays that are
+    updated in place untouched; fresh ones get copies. `zero_grad` writes zeros over g after its use, and when
+    the update is skipped.
     """
     g, master, m, v, params, decay, hyper = as_arrays(g, master, m, v, params, decay, hyper)
     n, tiles = expect(
         "adamw",
-        "g (n,) float, master (n,) fp32, m (n,) fp32, v (n,) fp32, params (n,) float, decay (tiles,) uint8, hyper (8,) fp32",
+        "g (n,) float, master (n,) fp32, m (n,) fp32, v (n,) fp32, params (n,) float, decay (tiles,) uint8, "
+        "hyper (8,) fp32",
         *(g, master, m, v, params, decay, hyper),
         hint="Lay all parameters in one flat array.",
     )
@@ -154,8 +157,8 @@ def adamw(
     b1, b2 = betas
     if not (0 <= b1 < 1 and 0 <= b2 < 1 and eps > 0 and math.isfinite(eps + weight_decay)):
         raise InvalidValue(
-            f"adamw expects betas in [0, 1), eps > 0 (padding has m = v = 0) and a finite weight_decay; got betas = {betas}, "
-            f"eps = {eps}, weight_decay = {weight_decay}."
+            "adamw expects betas in [0, 1), eps > 0 (padding has m = v = 0) and a finite weight_decay; got "
+            f"betas = {betas}, eps = {eps}, weight_decay = {weight_decay}."
         )
     xp = array_module(g)
     if out is None:
@@ -178,7 +181,9 @@ def adamw(
     else:
         if not (in_place and hyper[2] != 0):
             tasks = task_count(tiles, 64)
-            _adamw_cpu(g, master, m, v, decay, hyper, new_master, new_m, new_v, tasks, in_place, *numbers)
+            _adamw_cpu(
+                g, master, m, v, decay, hyper, tuple(numbers), new_master, new_m, new_v, in_place, tasks
+            )
             if with_copy:
                 with np.errstate(over="ignore"):  # beyond fp16's range is infinity, as on the GPU
                     new_params[...] = new_master

@@ -4,10 +4,9 @@
 
 g: (n,), any number of flat arrays, fp32, fp16 or bf16. norm: (1,) fp32.
 
-Squares and sums are fp32, in one fixed order: a thread sums every eighth element that it reads on its own, then the eight sums,
-the threads of a block and the blocks are added in trees. fp16's largest square, 4.3e9, is far below fp32's limit; norms
-above 1.8e19 give infinity. An infinity or a NaN in g gives an infinite norm or NaN: no kernel here is compiled with
-assumptions about them.
+Squares and sums are fp32, in one fixed order of short sums: of eight, of a thread, of a block, of the blocks.
+fp16's largest square, 4.3e9, is far below fp32's limit; a norm above 1.8e19 is infinite. An infinity or a NaN
+in g gives an infinite norm or NaN: no kernel here is compiled under the assumption that there are none.
 """
 
 import functools
@@ -44,7 +43,7 @@ RUN = 4096  # elements that the CPU twin sums in fp32, before it adds in fp64
 
 @functools.cache
 def _squares_kernel(aligned: bool):
-    """A persistent grid: block b takes pieces b, b + grid, … of LOADS * 8 elements a thread, without a gap between its threads."""
+    """A persistent grid: block b takes pieces b, b + grid, … of LOADS * 8 elements a thread, in a row."""
     T, _ = tuned("global_norm")
     W = 8 * LOADS
     load8, _ = row_access(aligned)
@@ -53,23 +52,27 @@ def _squares_kernel(aligned: bool):
     @kernel(launch_bounds=T, fastmath=False)
     def global_norm_squares(g, n, last, partial, first):
         a = cuda.local.array(W, float32)
-        sums = cuda.local.array(8, float32)
-        for j in range(8):
-            sums[j] = ZERO
+        sums = cuda.local.array(LOADS, float32)
+        for k in range(LOADS):
+            sums[k] = ZERO
         i = (cuda.blockIdx.x * T * LOADS + cuda.threadIdx.x) * 8
         while i < n:
             for k in range(LOADS):
-                # Beyond the end the last eight are read again, and left out below: a branch around each load would keep
-                # the loads from being in flight together.
+                # Beyond the end the last eight are read again, and left out below: a branch around each load
+                # would keep the loads from being in flight together.
                 at = min(i + k * T * 8, last)
                 load8(a, k * 8, g, at, n - at)
             for k in range(LOADS):
-                counts = i + k * T * 8 < n
                 for j in range(8):
-                    x = a[k * 8 + j]
-                    sums[j] += x * x if counts else ZERO
+                    a[k * 8 + j] *= a[k * 8 + j]
+                for j in range(4):
+                    a[k * 8 + j] += a[k * 8 + 4 + j]
+                s = (a[k * 8] + a[k * 8 + 1]) + (a[k * 8 + 2] + a[k * 8 + 3])
+                sums[k] += s if i + k * T * 8 < n else ZERO
             i += cuda.gridDim.x * T * W
-        s = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]))
+        s = ZERO
+        for k in range(LOADS):
+            s += sums[k]
         s = total(s)
         if cuda.threadIdx.x == 0:
             partial[first + cuda.blockIdx.x] = s
@@ -121,12 +124,13 @@ def _squares_cpu(g, partial):
 
 
 def global_norm(*gs, out=None):
-    """Returns the L2 norm (1,) fp32 of all elements of all `gs`, flat arrays (n,) that may differ in dtype."""
+    """Returns the L2 norm (1,) fp32 of all elements of all `gs`, flat arrays (n,) of any float dtypes."""
     gs = as_arrays(*gs)
     sizes = [expect("global_norm", "g (n,)", g, hint="Flatten it with .reshape(-1).")[0] for g in gs]
     if not sum(sizes):
         raise InvalidValue(
-            f"global_norm expects at least one element; got {len(gs)} arrays of sizes {sizes}. Pass the gradients."
+            f"global_norm expects at least one element; got {len(gs)} arrays of sizes {sizes}. "
+            "Pass the gradients."
         )
     xp = array_module(gs[0])
     norm = xp.empty(1, np.float32) if out is None else out

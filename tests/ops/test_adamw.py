@@ -51,7 +51,14 @@ def test_five_steps_match_float64(xp, n, dtype):
             g, master, m, v, params, decay, h, betas=BETAS, weight_decay=0.3, out=poisoned(xp, dtype, n)
         )
         want = reference.adamw(
-            want[0], 0.25 * reference.f64(g), *want[1:], t, lr=1e-2, betas=BETAS, weight_decay=0.3, decay=decays
+            want[0],
+            0.25 * reference.f64(g),
+            *want[1:],
+            t,
+            lr=1e-2,
+            betas=BETAS,
+            weight_decay=0.3,
+            decay=decays,
         )
         assert params.dtype == dtype and (params == master.astype(dtype)).all()
     for name, a, b in zip(("master", "m", "v"), (master, m, v), want, strict=True):
@@ -153,18 +160,16 @@ def test_padding_stays_zero(xp):
 
 
 def test_a_small_decay_keeps_its_digits(xp):
-    """lr * weight_decay = 1e-6: after 100 steps 1e-4 is gone, to 1%. fp32's 1 - 1e-6 would be 5% off."""
-    master = xp.full(TILE, 1.0, np.float32)
-    m, v, g = (xp.zeros(TILE, np.float32) for _ in range(3))
-    decay = xp.ones(1, np.uint8)
-    for _ in range(100):
-        adamw(g, master, m, v, master, decay, hyper(xp, lr=1e-5), out=(master, m, v, master))
-    assert abs(1 - float(master[0]) - 1e-4) < 6e-6
+    """lr * weight_decay = 1e-6, on average to 0.4%: roundings of master cancel; that of 1 - 1e-6 is 1.3%."""
+    n = 10 * TILE
+    master = xp.asarray(np.linspace(1, 2, n, endpoint=False, dtype=np.float32))
+    m, v, g = (xp.zeros(n, np.float32) for _ in range(3))
+    new, *_ = adamw(g, master, m, v, master, xp.ones(10, np.uint8), hyper(xp, lr=1e-5))
+    before = reference.f64(master)
+    assert abs(np.mean((before - reference.f64(new)) / before) - 1e-6) < 4e-9
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name) for case in onnx_cases.adam_cases()]
-)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in onnx_cases.adam_cases()])
 def test_matches_onnx_adam(xp, case):
     i, n = case.inputs, case.inputs.p.size
     p, g, m, v = (xp.asarray(np.pad(x, (0, TILE - n))) for x in (i.p, i.g, i.m, i.v))

@@ -12,7 +12,9 @@ DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 THREADS, BLOCKS = tuned("global_norm")
 PIECE = THREADS * LOADS * 8  # what a block reads at once
 SIZES = [1, 7, 8, 9, 256, PIECE - 1, PIECE, PIECE + 1, PIECE + 8]
-BIG = (BLOCKS if SIMULATED else 40) * PIECE + 264  # a second round of the persistent grid; several tasks of the twin
+BIG = (
+    BLOCKS if SIMULATED else 40
+) * PIECE + 264  # a second round of the persistent grid; several tasks of the twin
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,7 +44,8 @@ def test_many_equal_elements_do_not_drift(xp):
 
 
 def test_arrays_of_different_dtypes_count_as_one(xp):
-    parts = [randn(xp, dtype, (n,), seed=n)[0] for dtype, n in zip(DTYPES, (300, PIECE + 5, 17), strict=True)]
+    """More of them, too, than a block of the simulator has threads."""
+    parts = [randn(xp, dtype, (n,), seed=n)[0] for n in (300, 17, PIECE + 5) for dtype in DTYPES]
     parts.append(xp.empty(0, np.float32))
     assert_close(global_norm(*parts), [reference.global_norm(parts)], np.float32)
 
