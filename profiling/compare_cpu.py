@@ -70,7 +70,7 @@ def torch_side(shape, batches, params=None, fused=None):
     torch.manual_seed(0)
     model = torch_gpt.GPT(**shape, vocab_size=VOCAB)
     if params is not None:
-        torch_gpt.load_params(model, torch_gpt.named_leaves(model, params))
+        torch_gpt.load_params(model, dict(params))
     optimizer = torch_gpt.adamw(model, **HYPER, fused=fused)
     ready = [torch_gpt.to_torch(*batch) for batch in batches]
 

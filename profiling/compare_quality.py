@@ -28,24 +28,21 @@ ADAMW = dict(betas=(0.9, 0.95), weight_decay=0.1)
 CLIP = 1.0
 
 
-def train_nbtrain(model, shape, vocab_size, batches, schedule):
-    """(initial, final, losses, learning rates); parameters by the names of the PyTorch model."""
+def train_nbtrain(shape, vocab_size, batches, schedule):
+    """(initial parameters, final parameters, losses, learning rates)."""
     import nbtrain as nb
-    from profiling.torch_gpt import named_leaves
-
-    def copied(params):
-        return {name: np.array(leaf) for name, leaf in named_leaves(model, params).items()}
 
     config = nb.GPTConfig(**shape, vocab_size=vocab_size)
     params, opt_state = nb.init(config, seed=0, dtype="fp32", device="cpu")
-    initial = copied(params)
-    train_step = nb.donate(nb.make_train_step(config, nb.TrainConfig(**schedule, **ADAMW, clip=CLIP)))
+    initial = params.copy()
+    train_config = nb.TrainConfig(schedule="cosine", **schedule, **ADAMW, clip=CLIP)
+    train_step = nb.donate(nb.make_train_step(config, train_config))
     losses, lrs = [], []
     for batch in batches:
         params, opt_state, metrics = train_step(params, opt_state, batch)
         losses.append(float(metrics.loss))
         lrs.append(float(metrics.lr))
-    return initial, copied(params), losses, lrs
+    return initial, params, losses, lrs
 
 
 def train_torch(model, batches, lrs):
@@ -98,16 +95,16 @@ def compare(data, size, steps, seed, only_torch, max_eval_batches):
     print(f"{size}: vocabulary {vocab_size}, B {B}, T {T}, {steps} steps, seed {seed}", flush=True)
     if not only_torch:
         start = time.perf_counter()
-        initial, final, losses, nb_lrs = train_nbtrain(model, shape, vocab_size, train_batches(), schedule)
+        initial, final, losses, nb_lrs = train_nbtrain(shape, vocab_size, train_batches(), schedule)
         seconds = time.perf_counter() - start
         if not np.allclose(nb_lrs, lrs, rtol=1e-5, atol=0):
             at = int(np.argmax(~np.isclose(nb_lrs, lrs, rtol=1e-5, atol=0)))
             sys.exit(
                 f"the schedules differ: at step {at} nbtrain has {nb_lrs[at]:.9g}, PyTorch {lrs[at]:.9g}"
             )
-        load_params(model, final)
+        load_params(model, dict(final))
         report("nbtrain", losses, seconds)
-        load_params(model, initial)
+        load_params(model, dict(initial))
     start = time.perf_counter()
     losses = train_torch(model, train_batches(), lrs)
     report("torch", losses, time.perf_counter() - start)

@@ -105,12 +105,12 @@ class GPT(Module):
 
 @torch.no_grad()
 def load_params(model, params):
-    """Copy NumPy arrays into the model by name; a missing, extra or misshapen leaf is an error.
+    """Copy arrays into the model, name -> array: `dict(params)` of nbtrain's parameters, for one.
 
-    Rows that pad wte are left out if the model has none."""
+    A missing, extra or misshapen leaf is an error. Rows that pad wte are left out if the model has none."""
     own = dict(model.named_parameters())
     if own.keys() != params.keys():
-        raise ValueError(f"names differ: {sorted(own.keys() ^ params.keys())}")
+        raise ValueError(f"names on one side only: {sorted(own.keys() ^ params.keys())}")
     for name, p in own.items():
         value = torch.tensor(params[name], dtype=p.dtype)
         if name == "wte":
@@ -118,18 +118,6 @@ def load_params(model, params):
         if value.shape != p.shape:
             raise ValueError(f"{name} has shape {tuple(p.shape)}; got {tuple(value.shape)}")
         p.copy_(value)
-
-
-def named_leaves(model, params):
-    """name -> array out of nbtrain's parameters: params.blocks[3].qkv_w is "blocks.3.qkv_w"."""
-
-    def leaf(name):
-        node = params
-        for part in name.split("."):
-            node = node[int(part)] if part.isdigit() else getattr(node, part)
-        return node
-
-    return {name: leaf(name) for name, _ in model.named_parameters()}
 
 
 def to_torch(*arrays):

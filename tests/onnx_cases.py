@@ -144,6 +144,6 @@ def all_nodes():
 
 
 def read_arrays(folder, kind):
-    """Arrays 0, 1, … of a kind, "input" or "output"."""
+    """Arrays 0, 1, … of a kind, "input" or "output"; writable, as the simulator writes back what it took."""
     paths = sorted(folder.glob(f"{kind}_*.pb"), key=lambda path: int(path.stem.removeprefix(f"{kind}_")))
-    return [onnx.numpy_helper.to_array(onnx.load_tensor(path)) for path in paths]
+    return [np.array(onnx.numpy_helper.to_array(onnx.load_tensor(path))) for path in paths]
