@@ -81,7 +81,10 @@ class GPTConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One optimizer step: AdamW, its schedule, clipping, loss scaling and recomputation."""
+    """One optimizer step: AdamW, its schedule, clipping, loss scaling and recomputation.
+
+    The schedule's options are checked together by `nbtrain.optim.Schedule`, the loss scale's by `nbtrain.precision.LossScaling`.
+    """
 
     lr: float = 6e-4
     schedule: str = "constant"  # constant, linear, cosine or wsd
@@ -113,15 +116,6 @@ class TrainConfig:
         ):
             raise InvalidValue(f"betas are two numbers in [0, 1); got {self.betas!r}.")
         self.remat_every(1)
-        if isinstance(self.loss_scale, str):
-            if self.loss_scale not in ("auto", "dynamic"):
-                raise InvalidValue(f'loss_scale is a number, "dynamic" or "auto"; got {self.loss_scale!r}.')
-        else:
-            _number(self, "loss_scale", 0.0, math.inf)
-            if self.loss_scale == 0 or math.frexp(self.loss_scale)[0] != 0.5:
-                raise InvalidValue(
-                    f"a fixed loss_scale is a power of two, so that scaling rounds nothing; got {self.loss_scale}."
-                )
 
     def remat_every(self, n_layer: int) -> int:
         """Blocks between two kept inputs, 0 where every activation is kept."""

@@ -4,15 +4,21 @@ Operands are row-major views with one contiguous axis each, so `a.T` costs nothi
 dtype; `accumulate="fp16"` trades that away (Hgemm): products of 16-bit inputs are then summed in fp16, which loses about
 log2(K) of its 11 bits over K terms and overflows at 65504.
 
-CuPy's bindings reach cuBLAS on NVIDIA and hipBLAS on AMD. NumPy arrays, in the simulator, go through NumPy.
+Two rooms: cuBLASLt through NVIDIA's own bindings, where they are installed (capturable in a graph, bias in the epilogue,
+algorithms measured once a shape), and CuPy's bindings, which reach cuBLAS on NVIDIA and hipBLAS on AMD. NBTRAIN_BLAS = cublaslt
+or cupy takes one by name. NumPy arrays, in the simulator, go through NumPy.
 """
+
+import functools
+import importlib.util
+import os
 
 import numpy as np
 
 from nbtrain.device.arrays import bfloat16, is_cupy
 from nbtrain.device.backend import TARGET
 from nbtrain.device.launching import is_recording
-from nbtrain.errors import InvalidType, InvalidValue
+from nbtrain.errors import InvalidType, InvalidValue, Unavailable
 
 _DATA = {
     np.dtype(np.float32): 0,
@@ -25,17 +31,39 @@ _DEFAULT_ALGORITHM = -1
 _NO, _YES = 0, 1  # CUBLAS_OP_N, CUBLAS_OP_T
 
 
-def gemm(a, b, out, *, alpha: float = 1.0, beta: float = 0.0, accumulate: str = "fp32") -> None:
-    """out = alpha * a @ b + beta * out.  a (M, K), b (K, N), out (M, N), each with one contiguous axis, out's the last."""
-    _gemm(a[None], b[None], out[None], alpha, beta, accumulate)
+@functools.cache
+def room() -> tuple[str, str]:
+    """("cublaslt" or "cupy", why)."""
+    asked = os.environ.get("NBTRAIN_BLAS", "auto")
+    here = TARGET == "nvidia" and importlib.util.find_spec("nvmath") is not None
+    if asked == "auto":
+        return ("cublaslt", "nvmath-python is installed") if here else ("cupy", "there is no nvmath-python for this target")
+    if asked not in ("cublaslt", "cupy"):
+        raise InvalidValue(f"NBTRAIN_BLAS is cublaslt, cupy or auto; got {asked!r}.")
+    if asked == "cublaslt" and not here:
+        raise Unavailable("NBTRAIN_BLAS=cublaslt needs an NVIDIA GPU and nvmath-python: pip install 'nbtrain[cuda13]'.")
+    return asked, "asked for"
+
+
+def gemm(a, b, out, *, alpha: float = 1.0, beta: float = 0.0, accumulate: str = "fp32", bias=None) -> None:
+    """out = alpha * a @ b + beta * out + bias.  a (M, K), b (K, N), out (M, N), each with one contiguous axis, out's the last.
+
+    bias (N,) has out's dtype, and wants alpha = 1, beta = 0.
+    """
+    _gemm(a[None], b[None], out[None], alpha, beta, accumulate, bias)
 
 
 def gemm_batched(a, b, out, *, alpha: float = 1.0, beta: float = 0.0, accumulate: str = "fp32") -> None:
     """out[i] = alpha * a[i] @ b[i] + beta * out[i].  a (I, M, K), b (I, K, N), out (I, M, N): one stride for each batch."""
-    _gemm(a, b, out, alpha, beta, accumulate)
+    _gemm(a, b, out, alpha, beta, accumulate, None)
 
 
-def _gemm(a, b, out, alpha, beta, accumulate):
+def fuses_bias(x) -> bool:
+    """True if `gemm` adds a bias on its way; elsewhere fill `out` with it and take beta = 1."""
+    return is_cupy(x) and room()[0] == "cublaslt"
+
+
+def _gemm(a, b, out, alpha, beta, accumulate, bias):
     (batch, M, K), N = a.shape, out.shape[-1]
     if b.shape != (batch, K, N) or out.shape != (batch, M, N):
         raise InvalidValue(
@@ -50,13 +78,14 @@ def _gemm(a, b, out, alpha, beta, accumulate):
     half = accumulate == "fp16"
     if half and not a.dtype == out.dtype == np.float16:
         raise InvalidType(f'accumulate="fp16" is for fp16 arrays; got {a.dtype} and {out.dtype}.')
+    if bias is not None and (bias.shape != (N,) or bias.dtype != out.dtype or alpha != 1 or beta != 0):
+        raise InvalidValue(f"a product's bias is (N,) = ({N},) of out's dtype with alpha = 1, beta = 0; got {bias.shape}.")
     if is_recording():
         return
+    assert bias is None or fuses_bias(out), "fill out with the bias and take beta = 1"
     if not is_cupy(out):
         _gemm_numpy(a, b, out, alpha, beta)
         return
-
-    from cupy.cuda import cublas, device
 
     ta, lda = _layout(a, "a")
     tb, ldb = _layout(b, "b")
@@ -65,6 +94,14 @@ def _gemm(a, b, out, alpha, beta, accumulate):
         raise InvalidValue(
             f"a product writes rows: out's last axis must be contiguous; strides are {out.strides}."
         )
+    if room()[0] == "cublaslt":
+        from nbtrain.device.nvidia import lt
+
+        lt.gemm(a, b, out, bool(ta), bool(tb), alpha, beta, accumulate, bias)
+        return
+
+    from cupy.cuda import cublas, device
+
     scalars = np.array([alpha, beta], np.float16 if half else np.float32)
     alpha_at, beta_at = scalars.ctypes.data, scalars.ctypes.data + scalars.itemsize
     if TARGET == "hip":

@@ -1,12 +1,23 @@
 """Where arrays live: choosing a device, moving arrays there and back."""
 
 import contextlib
+import sys
 
 import numpy as np
 
 from nbtrain.device.arrays import is_cupy
 from nbtrain.device.backend import SIMULATED, TARGET
 from nbtrain.errors import InvalidValue, Unavailable
+
+_said: set[str] = set()
+
+
+def say_once(text: str) -> None:
+    """Prints what "auto" chose, on stderr, once a process."""
+    if text not in _said:
+        _said.add(text)
+        print(f"nbtrain: {text}", file=sys.stderr)
+
 
 _EXTRA = {"cuda": "cuda13", "hip": "rocm"}
 

@@ -15,7 +15,9 @@ def kernel(*, launch_bounds=None, fastmath: bool = True):
 
 
 def launch(compiled, grid, block, args) -> None:
-    compiled[grid, block](*args)
+    # The simulator copies every array back after a launch, so a read-only one must be a copy.
+    writable = (x.copy() if isinstance(x, np.ndarray) and not x.flags.writeable else x for x in args)
+    compiled[grid, block](*writable)
 
 
 def _flat(array):

@@ -1,0 +1,233 @@
+"""Matrix products through cuBLASLt: one plan a shape, its algorithm measured once, capturable in a graph.
+
+cuBLASLt is column-major, and a row-major matrix is its transpose there: the call made is out.T = b.T @ a.T, so cuBLASLt's A is our
+b and its m is our N. A plan holds descriptor, layouts and algorithm; calling it is one foreign call.
+
+The algorithm of a shape is the fastest of the library's first candidates on this device that gives the same bits twice; split
+sums stay in fp32. Choices are kept on disk, by device and library version, so that a run repeats its bits in the next process.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import json
+
+import cupy
+import numpy as np
+from nvmath.bindings import cublasLt as lt
+
+from nbtrain.device.arrays import bfloat16
+from nbtrain.device.cpu import cache_folder
+from nbtrain.errors import InvalidValue, Unavailable
+from nbtrain.files import write_atomically
+
+WORKSPACE = 32 << 20  # bytes, NVIDIA's advice for Hopper
+CANDIDATES = 8  # 32 found nothing better
+ROUNDS = 5  # timings of each candidate, the first one left out
+
+_DATA = {np.dtype(np.float32): 0, np.dtype(np.float16): 2, bfloat16: 14}
+_COMPUTE = {"fp32": (68, 0), "fp16": (64, 2)}  # (compute type, type of alpha and beta)
+_TRANSA, _TRANSB, _EPILOGUE, _BIAS_POINTER, _AUX_POINTER, _AUX_LD = 3, 4, 7, 8, 11, 12  # descriptor attributes
+_BATCH_COUNT, _BATCH_STRIDE = 5, 6  # layout attributes
+_PREFER_WORKSPACE, _PREFER_REDUCTION, _PREFER_ALIGNMENT = 1, 3, (5, 6, 7, 8)
+_REDUCE_IN_FP32 = 2
+_EPILOGUES = {(False, False): 1, (True, False): 4, (True, True): 164}  # (bias, aux): none, bias, GELU of bias with aux
+_RESULT = np.dtype(
+    [("algorithm", "<u8", (8,)), ("workspace", "<u8"), ("status", "<i4"), ("waves", "<f4"), ("reserved", "<i4", (4,))]
+)
+
+
+def _put(setter, obj, attribute, value, kind):
+    x = kind(value)
+    setter(obj, attribute, ctypes.addressof(x), ctypes.sizeof(x))
+
+
+class _Plan:
+    """What the shapes, dtypes and alignment of one product fix."""
+
+    def __init__(self, a, b, out, ta, tb, accumulate, bias, aux, alignment):
+        compute, scale = _COMPUTE[accumulate]
+        self.scalars = np.array([1, 0], np.float16 if accumulate == "fp16" else np.float32)
+        self.alpha_at = self.scalars.ctypes.data
+        self.beta_at = self.alpha_at + self.scalars.itemsize
+        self.word = np.zeros(1, np.uint64)
+        self.bias = self.aux = 0
+        self.descriptor = lt.matmul_desc_create(compute, scale)
+        describe = functools.partial(_put, lt.matmul_desc_set_attribute, self.descriptor)
+        describe(_TRANSA, int(tb), ctypes.c_int32)
+        describe(_TRANSB, int(ta), ctypes.c_int32)
+        describe(_EPILOGUE, _EPILOGUES[bias is not None, aux is not None], ctypes.c_uint32)
+        if bias is not None:
+            self.point(_BIAS_POINTER, bias.data.ptr)
+        if aux is not None:
+            describe(_AUX_LD, aux.strides[-2] // aux.itemsize, ctypes.c_int64)
+            self.point(_AUX_POINTER, aux.data.ptr)
+        self.layouts = [self._layout(x, transposed) for x, transposed in ((a, ta), (b, tb), (out, False))]
+        self.candidates = self._candidates(alignment)
+        self.choose(0)
+
+    @staticmethod
+    def _layout(x, transposed):
+        batch, rows, columns = x.shape
+        row, column = (s // x.itemsize for s in x.strides[1:])
+        if transposed:
+            rows, columns, row, column = columns, rows, column, row
+        layout = lt.matrix_layout_create(_DATA[x.dtype], columns, rows, max(row if rows > 1 else columns, columns))
+        if batch > 1:
+            _put(lt.matrix_layout_set_attribute, layout, _BATCH_COUNT, batch, ctypes.c_int32)
+            _put(lt.matrix_layout_set_attribute, layout, _BATCH_STRIDE, x.strides[0] // x.itemsize, ctypes.c_int64)
+        return layout
+
+    def _candidates(self, alignment):
+        preference = lt.matmul_preference_create()
+        prefer = functools.partial(_put, lt.matmul_preference_set_attribute, preference)
+        prefer(_PREFER_WORKSPACE, WORKSPACE, ctypes.c_uint64)
+        prefer(_PREFER_REDUCTION, _REDUCE_IN_FP32, ctypes.c_uint32)
+        for attribute in _PREFER_ALIGNMENT:
+            prefer(attribute, alignment, ctypes.c_uint32)
+        results, count = np.zeros(CANDIDATES, _RESULT), np.zeros(1, np.int32)
+        a, b, out = self.layouts
+        try:
+            lt.matmul_algo_get_heuristic(
+                _handle(), self.descriptor, b, a, out, out, preference, CANDIDATES, results.ctypes.data, count.ctypes.data
+            )
+        finally:
+            lt.matmul_preference_destroy(preference)
+        return results[: count[0]][results[: count[0]]["status"] == 0]
+
+    def point(self, attribute, pointer):
+        self.word[0] = pointer
+        lt.matmul_desc_set_attribute(self.descriptor, attribute, self.word.ctypes.data, 8)
+
+    def choose(self, i):
+        self.use(self.candidates["algorithm"][i] if len(self.candidates) else np.zeros(8, np.uint64))
+
+    def use(self, algorithm):
+        self.algorithm = np.array(algorithm, np.uint64)
+        self.algorithm_at = self.algorithm.ctypes.data
+
+    def __call__(self, a, b, out, alpha, beta, bias, aux, workspace, stream):
+        self.scalars[0], self.scalars[1] = alpha, beta  # read by the call itself
+        if bias != self.bias:
+            self.point(_BIAS_POINTER, bias)
+            self.bias = bias
+        if aux != self.aux:
+            self.point(_AUX_POINTER, aux)
+            self.aux = aux
+        la, lb, lo = self.layouts
+        lt.matmul(
+            _handle(), self.descriptor, self.alpha_at, b, lb, a, la, self.beta_at, out, lo, out, lo,
+            self.algorithm_at, workspace, WORKSPACE, stream,
+        )  # fmt: skip
+
+
+@functools.cache
+def _handle():
+    return lt.create()
+
+
+@functools.cache
+def _workspace(device: int, stream: int):
+    """Working memory of a stream: two products at once may not share it."""
+    return cupy.empty(WORKSPACE, cupy.uint8)
+
+
+class Choices:
+    """The algorithm of each product, as hexadecimal text by a readable key; kept on disk by device and library version."""
+
+    def __init__(self):
+        name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
+        identity = hashlib.sha256(f"{name} {lt.get_version()}".encode()).hexdigest()[:16]
+        self.path = cache_folder() / f"gemm-{identity}.json"
+        self.algorithms: dict[str, str] = {}
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads(self.path.read_text())
+            self.algorithms = {k: v for k, v in found.items() if isinstance(v, str) and len(v) == 128}
+
+    def get(self, key: str):
+        text = self.algorithms.get(key)
+        return None if text is None else np.frombuffer(bytes.fromhex(text), np.uint64)
+
+    def put(self, key: str, algorithm) -> None:
+        self.algorithms[key] = algorithm.tobytes().hex()
+        text = json.dumps(self.algorithms, indent=1, sort_keys=True)
+        with contextlib.suppress(OSError):  # without a disk the choice lasts as long as the process
+            write_atomically(self.path, lambda file: file.write(text.encode()))
+
+
+@functools.cache
+def choices(device: int) -> Choices:
+    return Choices()
+
+
+_plans: dict[tuple, _Plan] = {}
+
+
+def gemm(a, b, out, ta: bool, tb: bool, alpha: float, beta: float, accumulate: str, bias=None, aux=None) -> None:
+    """out = alpha * a @ b + beta * out for (I, M, K), (I, K, N), (I, M, N) views; `ta`, `tb` say whose rows are strided.
+
+    bias (N,): added to every row. With aux (I, M, N) too: aux = a @ b + bias, out = gelu(aux), tanh form.
+    """
+    pointers = [x.data.ptr if x is not None else 0 for x in (a, b, out, bias, aux)]
+    alignment = functools.reduce(int.__or__, pointers, 256)
+    alignment &= -alignment
+    device = out.device.id
+    key = (
+        a.shape, a.strides, b.shape, b.strides, out.strides, a.dtype, out.dtype, ta, tb, accumulate,
+        beta != 0, bias is not None, aux is not None, alignment, device,
+    )  # fmt: skip
+    stream = cupy.cuda.get_current_stream().ptr
+    workspace = _workspace(device, stream).data.ptr
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = _make(key, (a, b, out, ta, tb, accumulate, bias, aux, alignment), alpha, beta, stream)
+    plan(*pointers[:3], alpha, beta, *pointers[3:], workspace, stream)
+
+
+def _make(key, operands, alpha, beta, stream):
+    a, b, out, *_, bias, aux, _ = operands
+    plan = _Plan(*operands)
+    if not len(plan.candidates):
+        raise Unavailable(f"cuBLASLt has no algorithm for a {a.shape} @ b {b.shape} in {a.dtype}. Use another dtype or shape.")
+    kept = choices(out.device.id)
+    name = " ".join(map(str, key[:-1]))
+    algorithm = kept.get(name)
+    if algorithm is not None:
+        plan.use(algorithm)
+    elif len(plan.candidates) > 1:
+        if cupy.cuda.runtime.streamIsCapturing(stream):
+            raise InvalidValue(f"a product of a new shape under capture: {a.shape} @ {b.shape}. Run the step once before.")
+        _measure(plan, a, b, out, bias, aux, alpha, beta, stream)
+        kept.put(name, plan.algorithm)
+    return plan
+
+
+def _measure(plan, a, b, out, bias, aux, alpha, beta, stream):
+    """Takes the fastest candidate that repeats its bits; candidates take turns, so clocks drift over all alike."""
+    workspace = _workspace(out.device.id, stream).data.ptr
+    n_bytes = out.strides[0] * out.shape[0] if out.shape[0] > 1 else out.strides[1] * out.shape[1]
+    target = cupy.zeros(n_bytes, cupy.uint8)  # not out: with beta its values are still needed
+    start, end = cupy.cuda.Event(), cupy.cuda.Event()
+    times = np.full((ROUNDS, len(plan.candidates)), np.inf)
+    bits: dict[int, list] = {}
+    pointers = [x.data.ptr if x is not None else 0 for x in (bias, aux)]
+    for r in range(ROUNDS):
+        for i in range(len(plan.candidates)):
+            plan.choose(i)
+            target.fill(0)
+            start.record()
+            try:
+                plan(a.data.ptr, b.data.ptr, target.data.ptr, alpha, beta, *pointers, workspace, stream)
+            except lt.cuBLASLtError:  # a candidate that the library then refuses
+                continue
+            end.record()
+            end.synchronize()
+            times[r, i] = cupy.cuda.get_elapsed_time(start, end)
+            if r < 2:
+                bits.setdefault(i, []).append(int(target.view(cupy.uint32).sum(dtype=cupy.uint64)))
+    median = np.median(times[1:], 0)
+    median[[i for i in range(len(median)) if len(set(bits.get(i, [0, 1]))) > 1]] = np.inf
+    if not np.isfinite(median).any():
+        raise Unavailable("no algorithm of cuBLASLt gave the same bits twice for this product.")
+    plan.choose(int(median.argmin()))

@@ -1,0 +1,324 @@
+"""The training step: batch -> loss -> gradients -> norm -> AdamW -> 16-bit copy.
+
+ 1. the batch is validated: ids on the host where it is there, else on the device
+ 2. forward in the dtype of params
+ 3. cross-entropy in fp32, mean over the targets that count, over all micro-batches
+ 4. the loss is scaled
+ 5. backward, gradients in the dtype of params, recomputing as the remat policy says
+ 6. unscaling is folded into 7 and 8; where micro-batches accumulate, `cast_and_scale` adds them up in fp32
+ 7. L2 norm of all gradients and the non-finite check, one device scalar; the clip factor
+ 8. AdamW on the fp32 master weights, skipped on the device when the norm is not finite or no target counted; the loss scale
+    halves then, and doubles after a run of good steps (Micikevicius et al., 2018)
+ 9. 16-bit weights from the master, in the same pass
+10. metrics as device scalars; the caller reads them when it wants them
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nbtrain.batch import Batch, check_batch
+from nbtrain.config import GPTConfig, TrainConfig
+from nbtrain.device import array_module
+from nbtrain.device.philox import Rng
+from nbtrain.device.place import (
+    compute_capability,
+    device_of,
+    resolve_device,
+    say_once,
+    to_device,
+    to_host,
+    use,
+)
+from nbtrain.errors import InvalidType, InvalidValue
+from nbtrain.model import GPT, init_params
+from nbtrain.ops.adamw import adamw
+from nbtrain.ops.batch_check import batch_check
+from nbtrain.ops.cast import cast_and_scale
+from nbtrain.ops.control import control
+from nbtrain.ops.cross_entropy import sum_losses
+from nbtrain.ops.global_norm import global_norm
+from nbtrain.optim import Schedule
+from nbtrain.precision import LossScale, LossScaling, resolve_dtype
+from nbtrain.tree import Tree
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+
+
+class OptState(NamedTuple):
+    """What AdamW and the loss scale remember. Scalars are (1,) arrays on the device."""
+
+    step: Array  # (1,) int32, attempts: schedule, data and random bits follow it
+    updates: Array  # (1,) int32, applied steps: bias correction follows it
+    master: Tree  # fp32, the weights of record; params == cast(master) after every step
+    m: Tree  # fp32, first moment
+    v: Tree  # fp32, second moment
+    loss_scale: LossScale
+    seed: Array  # (2,) uint32, of dropout
+
+
+class Scalar:
+    """One number of a step, on the device until somebody reads it: float(x), int(x), bool(x), x.item(), numpy.asarray(x)."""
+
+    shape, ndim = (), 0
+
+    def __init__(self, metrics, field: str):
+        self._metrics, self._field = metrics, field
+
+    def item(self):
+        return self._metrics.read()[self._field]
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.item(), dtype)
+
+    def __format__(self, form: str) -> str:
+        return format(self.item(), form)
+
+    def __repr__(self) -> str:
+        return repr(self.item())
+
+
+class Metrics:
+    """What a step reports. Nothing waits for the device until a field is read; then an id outside the vocabulary, found by
+    the device, raises InvalidValue (the update was not applied)."""
+
+    FIELDS = ("loss", "grad_norm", "lr", "loss_scale", "skipped", "n_targets")
+
+    loss: Scalar  # fp32, mean nats per counted target, unscaled
+    grad_norm: Scalar  # fp32, before clipping, unscaled
+    lr: Scalar  # fp32
+    loss_scale: Scalar  # fp32, the scale that this step used
+    skipped: Scalar  # bool: the gradients were not finite, or no target counted
+    n_targets: Scalar  # int
+
+    def __init__(self, values, counts, batch: Batch):
+        self._values, self._counts, self._batch = values, counts, batch
+        self._host: dict | None = None
+        for field in self.FIELDS:
+            setattr(self, field, Scalar(self, field))
+
+    def read(self) -> dict[str, float | int | bool]:
+        """Every field as a Python number; waits for the device."""
+        if self._host is None:
+            values, counts = to_host(self._values), to_host(self._counts)
+            for name, array, at in (("tokens", self._batch.tokens, counts[1]), ("targets", self._batch.targets, counts[2])):
+                if at >= 0:
+                    where = tuple(int(i) for i in np.unravel_index(int(at), array.shape))
+                    raise InvalidValue(
+                        f"{name}[{', '.join(map(str, where))}] is {int(array[where])}, outside the vocabulary; the update was "
+                        "not applied. Check the data's tokenizer against the model's vocab_size."
+                    )
+            numbers = map(float, values[:4])
+            self._host = dict(zip(self.FIELDS, (*numbers, bool(values[4]), int(counts[0])), strict=True))
+        return self._host
+
+    def __repr__(self) -> str:
+        return f"Metrics({', '.join(f'{k}={v}' for k, v in self.read().items())})"
+
+
+def init(config: GPTConfig, seed: int = 0, dtype: str = "auto", device: str = "auto") -> tuple[Tree, OptState]:
+    """(params, opt_state) of a new model with GPT-2's initial values.
+
+    dtype "fp32", "fp16", "bf16"; device "cpu", "cuda:0", "hip:0". "auto" chooses, and says what, once, on stderr.
+    """
+    if not isinstance(config, GPTConfig):
+        raise InvalidType(f"init expects a GPTConfig; got {type(config).__name__}.")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise InvalidValue(f"seed must be an int in 0 … 2**64 - 1; got {seed!r}.")
+    place, why_device = resolve_device(device)
+    storage, why_dtype = resolve_dtype(dtype, place, compute_capability(place))
+    if device == "auto":
+        say_once(f"device {place}: {why_device}")
+    if dtype == "auto":
+        say_once(f"dtype {storage}: {why_dtype}")
+    with use(place):
+        params, master = init_params(config, seed, storage, place)
+        return params, init_opt_state(params, master, seed)
+
+
+def init_opt_state(params: Tree, master: Tree | None = None, seed: int = 0) -> OptState:
+    """AdamW's state before the first step. master: fp32 weights whose cast params is; made from params where absent."""
+    xp = array_module(params.buffer)
+    if master is None:
+        fp32 = params.dtype == np.float32
+        master = params if fp32 else Tree(params.layout, params.buffer.astype(np.float32))
+    return OptState(
+        step=xp.zeros(1, np.int32),
+        updates=xp.zeros(1, np.int32),
+        master=master,
+        m=params.like(np.float32),
+        v=params.like(np.float32),
+        loss_scale=LossScaling.of("auto", params.dtype).init(xp),
+        seed=to_device(np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32), device_of(params.buffer)),
+    )
+
+
+class TrainStep:
+    """A pure `train_step(params, opt_state, batch) -> (params, opt_state, metrics)`; `make_train_step` makes it.
+
+    It owns working memory (activations, gradients) that its calls share, so it is for one thread at a time.
+    """
+
+    def __init__(self, loss_and_grads: Callable, config: TrainConfig, vocab_size: int | None):
+        self.loss_and_grads, self.config, self.vocab_size = loss_and_grads, config, vocab_size
+        self.schedule = Schedule(config.schedule, config.lr, config.min_lr, config.warmup, config.total, config.decay)
+        LossScaling.of(config.loss_scale, np.float16, config.growth_interval)  # wrong options fail here, not in a step
+        self._grads: Tree | None = None
+        self._sums: Tree | None = None  # fp32, over micro-batches
+        self._decay: Array = None
+
+    def __call__(self, params: Tree, opt_state: OptState, batch: Batch) -> tuple[Tree, OptState, Metrics]:
+        fresh = Tree(params.layout, array_module(params.buffer).empty_like(params.buffer))
+        master, m, v = (
+            Tree(t.layout, array_module(t.buffer).empty_like(t.buffer)) for t in (opt_state.master, opt_state.m, opt_state.v)
+        )
+        if params.dtype == np.float32:
+            master = fresh
+        return self.run(params, opt_state, batch, (fresh, master, m, v))
+
+    def run(self, params: Tree, opt_state: OptState, batch: Batch, out: tuple[Tree, Tree, Tree, Tree]):
+        """The step, with the new params, master, m and v written to `out`: fresh trees, or the given ones themselves."""
+        device = device_of(params.buffer)
+        batch = self._place(params, opt_state, batch, device)
+        with use(device):
+            return self._run(params, opt_state, batch, out)
+
+    def _run(self, params, state, batch, out):
+        cfg, xp = self.config, array_module(params.buffer)
+        scaling = LossScaling.of(cfg.loss_scale, params.dtype, cfg.growth_interval)
+        scale = state.loss_scale.value if scaling.dynamic else xp.full(1, scaling.initial, np.float32)
+        A, B, _ = batch.tokens.shape
+        if self._grads is None or self._grads.layout != params.layout or self._grads.dtype != params.dtype:
+            self._grads, self._sums = params.like(), None
+            self._decay = to_device(params.layout.decay_flags(), device_of(params.buffer))
+        grads = self._grads
+        if A > 1 and self._sums is None:
+            self._sums = params.like(np.float32)
+
+        counts, dloss = batch_check(batch.tokens, batch.targets, scale, vocab_size=self.vocab_size)
+        key = xp.empty(3, np.uint32)
+        key[:2] = state.seed
+        key[2:].view(np.int32)[:] = state.step
+        losses = xp.empty(A, np.float32)
+        for a in range(A):
+            micro = Batch(batch.tokens[a], batch.targets[a], batch.order[a])
+            losses[a : a + 1] = self.loss_and_grads(params, micro, loss_scale=dloss, rng=Rng(key, a * B), out=grads)
+            if A > 1:
+                cast_and_scale(grads.buffer, 1.0, out=self._sums.buffer, accumulate=a > 0)
+        if A > 1:
+            grads = self._sums
+
+        norm = global_norm(grads.buffer)
+        hyper, values, counts, step, updates, new_scale, good_steps = control(
+            norm, sum_losses(losses), counts, state.step, state.updates, scale, state.loss_scale.good_steps,
+            schedule=self.schedule, clip=cfg.clip, betas=cfg.betas, growth_interval=scaling.growth_interval,
+        )  # fmt: skip
+        new_params, master, m, v = out
+        adamw(
+            grads.buffer, state.master.buffer, state.m.buffer, state.v.buffer, params.buffer, self._decay, hyper,
+            betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay,
+            out=(master.buffer, m.buffer, v.buffer, new_params.buffer),
+        )  # fmt: skip
+        new_state = OptState(step, updates, master, m, v, LossScale(new_scale, good_steps), state.seed)
+        return new_params, new_state, Metrics(values, counts, batch)
+
+    def _place(self, params, state, batch, device) -> Batch:
+        """The batch on `device`, validated where the host holds it."""
+        _check_state(params, state)
+        if not isinstance(batch, Batch):
+            raise InvalidType(f"train_step expects a Batch; got {type(batch).__name__}. Batch.of(tokens, targets) makes it.")
+        where = {device_of(x) for x in batch}
+        if where == {device}:
+            if device == "cpu":
+                check_batch(batch, self.vocab_size or 2**31 - 1)
+            return batch
+        if where != {"cpu"}:
+            raise InvalidType(f"params are on {device}, the batch is on {', '.join(sorted(where))}. Move one of them.")
+        check_batch(batch, self.vocab_size or 2**31 - 1)
+        return Batch(*(to_device(x, device) for x in batch))
+
+
+def _check_state(params, state) -> None:
+    if not isinstance(params, Tree) or not isinstance(state, OptState):
+        raise InvalidType(
+            f"train_step expects (params: Tree, opt_state: OptState, batch); got {type(params).__name__}, "
+            f"{type(state).__name__}. nb.init(config) makes them."
+        )
+    where = {device_of(t.buffer) for t in (params, state.master, state.m, state.v)}
+    if len(where) > 1:
+        raise InvalidType(f"params and opt_state are on several devices: {', '.join(sorted(where))}. Move them to one.")
+    for name, tree in (("master", state.master), ("m", state.m), ("v", state.v)):
+        if tree.layout != params.layout:
+            raise InvalidValue(f"opt_state.{name} has another layout than params. Take both from one nb.init or checkpoint.")
+
+
+def make_train_step(model: GPTConfig | Callable, config: TrainConfig | None = None) -> TrainStep:
+    """A pure `train_step(params, opt_state, batch) -> (params, opt_state, metrics)`: inputs untouched, outputs fresh.
+
+    model: a GPTConfig, or a function `loss_and_grads(params, batch, *, loss_scale, rng, out) -> loss_sum` of your own. It gets a
+    micro-batch (tokens and targets (B, T), order (B*T,)), writes the gradients of loss_scale * (the sum of its losses) to the tree
+    `out`, whole, and returns that sum as (1,) fp32. loss_scale is on the device and already divided by the number of counted
+    targets of the whole batch.
+    """
+    config = TrainConfig() if config is None else config
+    if not isinstance(config, TrainConfig):
+        raise InvalidType(f"make_train_step expects a TrainConfig; got {type(config).__name__}.")
+    if isinstance(model, GPTConfig):
+        return TrainStep(GPT(model, config.remat).loss_and_grads, config, model.vocab_size)
+    if not callable(model):
+        raise InvalidType(
+            f"make_train_step expects a GPTConfig or a function loss_and_grads; got {type(model).__name__}."
+        )
+    if config.remat != "none":
+        raise InvalidValue(f"remat={config.remat!r} belongs to a GPTConfig; your own loss_and_grads recomputes as it likes.")
+    return TrainStep(model, config, None)
+
+
+def donate(step: TrainStep) -> Callable:
+    """`step` with the same signature and the same bits, but params and opt_state are consumed: the results live in their
+    memory, and using a consumed tree again raises InvalidValue (as JAX's donate_argnums)."""
+    if not isinstance(step, TrainStep):
+        raise InvalidType(f"donate expects what make_train_step returns; got {type(step).__name__}.")
+
+    def donated(params: Tree, opt_state: OptState, batch: Batch) -> tuple[Tree, OptState, Metrics]:
+        _check_state(params, opt_state)
+        device = device_of(params.buffer)
+        batch = step._place(params, opt_state, batch, device)  # whatever is wrong is said before anything is consumed
+        same = opt_state.master is params
+        out = params.consume(), opt_state.master.consume() if not same else None, opt_state.m.consume(), opt_state.v.consume()
+        params, master, m, v = out
+        master = params if master is None else master
+        with use(device):
+            return step._run(params, opt_state._replace(master=master, m=m, v=v), batch, (params, master, m, v))
+
+    return donated
+
+
+def make_eval_step(config: GPTConfig) -> Callable:
+    """`eval_step(params, batch) -> (loss_sum, n_targets)`, (1,) arrays on the device: the loss of a batch without dropout."""
+    model = GPT(config, "full")
+
+    def eval_step(params: Tree, batch: Batch):
+        device = device_of(params.buffer)
+        if {device_of(x) for x in batch} == {"cpu"}:
+            check_batch(batch, config.vocab_size)
+            batch = Batch(*(to_device(x, device) for x in batch))
+        with use(device):
+            xp = array_module(params.buffer)
+            counts, _ = batch_check(batch.tokens, batch.targets, xp.ones(1, np.float32), vocab_size=config.vocab_size)
+            losses = xp.empty(len(batch.tokens), np.float32)
+            for a in range(len(batch.tokens)):
+                losses[a : a + 1] = model.eval_loss(params, Batch(batch.tokens[a], batch.targets[a], batch.order[a]))
+            return sum_losses(losses), counts[:1]
+
+    return eval_step

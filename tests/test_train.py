@@ -1,0 +1,243 @@
+import ml_dtypes
+import numpy as np
+import pytest
+
+from nbtrain.batch import Batch
+from nbtrain.config import GPTConfig, TrainConfig
+from nbtrain.device.place import to_device, to_host
+from nbtrain.errors import InvalidType, InvalidValue
+from nbtrain.train import donate, init, init_opt_state, make_eval_step, make_train_step
+from nbtrain.tree import Layout, Tree
+from tests.golden import load_golden
+from tests.reference import f64
+from tests.test_model import DEVICES, golden_tree
+
+TINY = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=11)
+DTYPES = ["fp32", "fp16", "bf16"]
+
+
+def batch_of(cfg, A=1, B=2, T=8, seed=0, device="cpu"):
+    tokens, targets = np.random.default_rng(seed).integers(0, cfg.vocab_size, (2, A, B, T))
+    return Batch.of(to_device(tokens, device), to_device(targets, device))
+
+
+def state_arrays(params, state):
+    trees = [to_host(t.buffer) for t in (params, state.master, state.m, state.v)]
+    scalars = (state.step, state.updates, *state.loss_scale, state.seed)
+    return trees + [to_host(x) for x in scalars]
+
+
+def same(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(state_arrays(*a), state_arrays(*b), strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ten_steps_match_pytorch(device):
+    golden = load_golden()
+    cfg = GPTConfig(**golden.config)
+    s, o = golden.schedule, golden.optimizer
+    step = donate(
+        make_train_step(
+            cfg,
+            TrainConfig(
+                lr=s["lr"], schedule="cosine", warmup=s["warmup"], total=s["total"], min_lr=s["min_lr"],
+                betas=tuple(o["betas"]), eps=o["eps"], weight_decay=o["weight_decay"], clip=o["clip"],
+            ),
+        )
+    )  # fmt: skip
+    params = golden_tree(golden, device)
+    state = init_opt_state(params)
+    for i, (tokens, targets) in enumerate(golden.batches):
+        batch = Batch.of(to_device(tokens, device), to_device(targets, device))
+        params, state, metrics = step(params, state, batch)
+        assert float(metrics.loss) == pytest.approx(float(golden.losses[i]), rel=1e-5), i
+        assert float(metrics.grad_norm) == pytest.approx(float(golden.norms[i]), rel=1e-4), i
+        assert float(metrics.lr) == pytest.approx(float(golden.lrs[i]), rel=1e-6), i
+    from nbtrain.model import GPT
+
+    tokens = Batch.of(*(to_device(x, device) for x in golden.batches[0])).tokens[0]
+    logits = f64(to_host(GPT(cfg).logits(params, tokens)))
+    assert np.abs(logits - golden.final_logits.reshape(logits.shape)).max() <= 2e-4 * np.abs(golden.final_logits).max()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_pure_step_leaves_its_inputs_alone_and_donation_gives_its_bits(device, dtype):
+    cfg = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=11, dropout=0.1)
+    pure = make_train_step(cfg, TrainConfig(lr=1e-2))
+    fast = donate(make_train_step(cfg, TrainConfig(lr=1e-2)))
+    a, b = init(cfg, 1, dtype, device), init(cfg, 1, dtype, device)
+    for i in range(4):
+        batch, before = batch_of(cfg, seed=i, device=device), state_arrays(*a)
+        *new, metrics = pure(*a, batch)
+        assert all(np.array_equal(x, y) for x, y in zip(before, state_arrays(*a), strict=True))
+        *b, other = fast(*b, batch)
+        assert same(new, b) and metrics.read() == other.read()
+        a = new
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_params_are_the_cast_of_the_master_weights_after_every_step(dtype):
+    params, state = init(TINY, 0, dtype, "cpu")
+    step = donate(make_train_step(TINY, TrainConfig(lr=1e-2)))
+    for i in range(3):
+        params, state, _ = step(params, state, batch_of(TINY, seed=i))
+        assert np.array_equal(params.buffer, state.master.buffer.astype(params.dtype))
+        assert (params is state.master) == (dtype == "fp32")
+
+
+def test_a_consumed_tree_says_so():
+    params, state = init(TINY, 0, "bf16", "cpu")
+    step, batch = donate(make_train_step(TINY)), batch_of(TINY)
+    step(params, state, batch)
+    with pytest.raises(InvalidValue, match="donated to an earlier step"):
+        step(params, state, batch)
+    with pytest.raises(InvalidValue, match="donated to an earlier step"):
+        params.wte  # noqa: B018
+
+
+def test_a_wrong_batch_consumes_nothing():
+    params, state = init(TINY, 0, "fp32", "cpu")
+    step, bad = donate(make_train_step(TINY)), batch_of(TINY)
+    bad.tokens[0, 1, 2] = 11
+    with pytest.raises(InvalidValue, match=r"tokens\[0, 1, 2\] is 11"):
+        step(params, state, bad)
+    step(params, state, batch_of(TINY))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_micro_batches_add_up_to_the_whole_batch(dtype):
+    """Targets that do not count are spread unevenly: the mean is over the counted ones of all micro-batches."""
+    whole = batch_of(TINY, A=1, B=4)
+    whole.targets[0, :2, 3:] = -100
+    split = Batch.of(whole.tokens.reshape(2, 2, 8), whole.targets.reshape(2, 2, 8))
+    results = []
+    for batch in (whole, split):
+        params, state = init(TINY, 0, dtype, "cpu")
+        results.append(make_train_step(TINY, TrainConfig(lr=1e-3))(params, state, batch))
+    (_, one, m1), (_, two, m2) = results
+    assert int(m1.n_targets) == int(m2.n_targets) == 22
+    limit = 1e-5 if dtype == "fp32" else 2e-2
+    assert float(m1.loss) == pytest.approx(float(m2.loss), rel=1e-5)
+    assert float(m1.grad_norm) == pytest.approx(float(m2.grad_norm), rel=limit)
+    assert np.abs(f64(one.m.buffer) - f64(two.m.buffer)).max() <= limit * np.abs(f64(one.m.buffer)).max()
+
+
+def quadratic(params, batch, *, loss_scale, rng, out):
+    """A loss of the user's own: sum of w**2 times the number of tokens."""
+    n = batch.tokens.size
+    out.w[...] = (2 * n * loss_scale[0] * params.w.astype(np.float32)).astype(out.dtype)
+    return np.array([n * np.sum(params.w.astype(np.float32) ** 2)], np.float32)
+
+
+def quadratic_tree(values, dtype):
+    layout = Layout.of([("w", np.shape(values))])
+    tree = Tree(layout, np.zeros(layout.size, dtype))
+    tree.w[...] = values
+    return tree
+
+
+def test_a_loss_of_ones_own_trains():
+    params = quadratic_tree([[1.0, -2.0]], np.float32)
+    state = init_opt_state(params)
+    step = make_train_step(quadratic, TrainConfig(lr=0.1, weight_decay=0, clip=0))
+    losses = []
+    for _ in range(60):
+        params, state, metrics = step(params, state, batch_of(TINY))
+        losses.append(float(metrics.loss))
+    assert losses[0] == pytest.approx(5.0) and losses[-1] < 0.05
+
+
+def test_a_non_finite_gradient_skips_the_update_and_halves_the_scale():
+    params = quadratic_tree([[1.0, np.inf]], np.float16)
+    state = init_opt_state(params)
+    before = state_arrays(params, state)
+    new, after, metrics = make_train_step(quadratic, TrainConfig())(params, state, batch_of(TINY))
+    assert bool(metrics.skipped) and float(after.loss_scale.value[0]) == 2.0**15
+    assert int(after.step[0]) == 1 and int(after.updates[0]) == 0
+    assert all(np.array_equal(x, y) for x, y in zip(before[:4], state_arrays(new, after)[:4], strict=True))
+
+
+def test_the_loss_scale_does_not_change_the_update():
+    results = []
+    for scale in (2.0**4, 2.0**12):
+        params = quadratic_tree([[0.5, -0.25]], np.float16)
+        step = make_train_step(quadratic, TrainConfig(loss_scale=scale))
+        results.append(step(params, init_opt_state(params), batch_of(TINY)))
+    (p1, s1, m1), (p2, s2, m2) = results
+    assert np.array_equal(s1.master.buffer, s2.master.buffer) and np.array_equal(p1.buffer, p2.buffer)
+    assert float(m1.grad_norm) == float(m2.grad_norm)
+    assert (float(m1.loss_scale), float(m2.loss_scale)) == (2.0**4, 2.0**12)
+
+
+def test_unscaling_comes_before_clipping():
+    params = quadratic_tree([[0.25, 0.0]], np.float32)  # the gradient's norm is 0.5
+    step = make_train_step(quadratic, TrainConfig(clip=1.0, loss_scale=65536.0, betas=(0.0, 0.5)))
+    _, state, metrics = step(params, init_opt_state(params), batch_of(TINY))
+    assert float(metrics.grad_norm) == pytest.approx(0.5)
+    assert float(state.m.w[0, 0]) == pytest.approx(0.5)
+
+
+def test_a_batch_without_targets_changes_nothing_and_is_no_nan():
+    params, state = init(TINY, 0, "fp16", "cpu")
+    batch = batch_of(TINY)
+    batch.targets[...] = -100
+    new, after, metrics = make_train_step(TINY)(params, state, batch)
+    assert bool(metrics.skipped) and float(metrics.loss) == 0 and int(metrics.n_targets) == 0
+    assert np.array_equal(new.buffer, params.buffer)
+    assert float(after.loss_scale.value[0]) == float(state.loss_scale.value[0])
+
+
+@pytest.mark.gpu
+def test_a_bad_id_on_the_device_raises_when_metrics_are_read_and_the_device_lives_on():
+    params, state = init(TINY, 0, "fp32", "cuda:0")
+    step = make_train_step(TINY)
+    bad = batch_of(TINY, device="cuda:0")
+    bad.tokens[0, 1, 2] = 65_000
+    new, _, metrics = step(params, state, bad)
+    with pytest.raises(InvalidValue, match=r"tokens\[0, 1, 2\] is 65000"):
+        float(metrics.loss)
+    assert np.array_equal(to_host(new.buffer), to_host(params.buffer))
+    *_, metrics = step(params, state, batch_of(TINY, device="cuda:0"))
+    assert np.isfinite(float(metrics.loss))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tiny_model_learns_a_pattern(dtype):
+    tokens = (np.arange(9)[None] + np.arange(4)[:, None]) % 11
+    batch = Batch.of(tokens[:, :-1], tokens[:, 1:])
+    params, state = init(TINY, 0, dtype, "cpu")
+    step = donate(make_train_step(TINY, TrainConfig(lr=1e-2)))
+    for _ in range(80):
+        params, state, metrics = step(params, state, batch)
+    assert float(metrics.loss) < 0.1
+
+
+def test_the_evaluation_step_gives_the_training_loss():
+    params, state = init(TINY, 0, "fp32", "cpu")
+    batch = batch_of(TINY, A=2)
+    batch.targets[0, 0, :3] = -100
+    *_, metrics = make_train_step(TINY)(params, state, batch)
+    loss_sum, n = make_eval_step(TINY)(params, batch)
+    assert float(loss_sum[0]) / int(n[0]) == float(metrics.loss)
+    assert int(n[0]) == int(metrics.n_targets) == 29
+
+
+def test_wrong_arguments_say_what_was_expected():
+    params, state = init(TINY, 0, "fp32", "cpu")
+    with pytest.raises(InvalidType, match="Batch.of"):
+        make_train_step(TINY)(params, state, batch_of(TINY).tokens)
+    with pytest.raises(InvalidType, match="GPTConfig or a function"):
+        make_train_step("gpt2")
+    with pytest.raises(InvalidValue, match="remat"):
+        make_train_step(quadratic, TrainConfig(remat="full"))
+    with pytest.raises(InvalidType, match="make_train_step returns"):
+        donate(quadratic)
+    other, _ = init(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=11), 0, "fp32", "cpu")
+    with pytest.raises(InvalidValue, match="another layout"):
+        make_train_step(TINY)(other, state, batch_of(TINY))
+
+
+def test_all_three_dtypes_exist():
+    for dtype, want in zip(DTYPES, (np.float32, np.float16, ml_dtypes.bfloat16), strict=True):
+        assert init(TINY, 0, dtype, "cpu")[0].dtype == want
