@@ -1,0 +1,466 @@
+"""A checkpoint: one folder with a model's weights, the optimizer's state and what else a run needs to go on.
+
+    model.safetensors       the fp32 master weights, by leaf name, without the padding between leaves
+    optimizer.safetensors   m.<leaf>, v.<leaf> in fp32, OptState's scalars; none without an opt_state
+    checkpoint.json         format version, configs, dtype trained in, tokenizer, place in the data, library
+                            versions, size and SHA-256 of the files above; "digest" covers all the rest
+
+A folder is written beside its place, flushed to the disk, then renamed over, so a checkpoint is whole or
+absent. Nothing is unpickled. What is damaged is named, and nothing of it is used.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import secrets
+import shutil
+import struct
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+import nbtrain
+from nbtrain.config import GPTConfig, TrainConfig, from_dict
+from nbtrain.device import FLOATS
+from nbtrain.device.place import resolve_device, to_device, to_host, use
+from nbtrain.errors import InvalidType, InvalidValue
+from nbtrain.precision import LossScale
+from nbtrain.tokenizer import KINDS
+from nbtrain.train import OptState
+from nbtrain.tree import Layout, Tree
+
+VERSION = 1
+FORMAT = "nbtrain checkpoint"
+MODEL, OPTIMIZER, INDEX = "model.safetensors", "optimizer.safetensors", "checkpoint.json"
+MAX_INDEX_BYTES = 2**26  # the largest tokenizer is a quarter of it
+LIBRARIES = (
+    "numpy",
+    "numba",
+    "scipy",
+    "ml-dtypes",
+    "safetensors",
+    "numba-cuda",
+    "numba-hip",
+    "nvmath-python",
+)
+SAFETENSORS_DTYPES = {np.dtype(np.float32): "F32", np.dtype(np.int32): "I32", np.dtype(np.uint32): "U32"}
+
+
+class Checkpoint(NamedTuple):
+    """What `load` found. Trees and scalars are on the device asked for."""
+
+    config: GPTConfig
+    params: Tree  # in the dtype trained in: the master weights, cast
+    opt_state: OptState | None  # None if only weights were saved
+    tokenizer: Any  # CharTokenizer, ByteTokenizer or None
+    data_state: dict | None  # for batches(..., state=)
+    train_config: TrainConfig | None
+    meta: dict  # path, dtype, versions, extra
+
+
+def save(
+    directory: str | Path,
+    params: Tree,
+    opt_state: OptState | None = None,
+    *,
+    config: GPTConfig,
+    train_config: TrainConfig | None = None,
+    tokenizer=None,
+    data_state: dict | None = None,
+    extra: dict | None = None,
+) -> Path:
+    """Writes a checkpoint and returns its folder; one that is there already is replaced once the new one is
+    on the disk.
+
+    Without `opt_state` only the weights are saved. `data_state` is what Batches.state() gives; `extra` is a
+    dict of the caller's that JSON can hold.
+    """
+    directory = Path(directory).resolve()
+    check_replaceable(directory)
+    layout = Layout.of(config.leaves())
+    trees = {"params": params}
+    if opt_state is not None:
+        trees |= {"master": opt_state.master, "m": opt_state.m, "v": opt_state.v}
+    for name, tree in trees.items():
+        if tree.layout != layout:
+            raise InvalidValue(
+                f"{name} has {tree.n_params:,} elements in another layout than this config's "
+                f"{layout.n_params:,}. Pass the config that they were made with."
+            )
+    dtype = next(name for name, dtype in FLOATS.items() if dtype == params.dtype)
+    index = {
+        "format": FORMAT,
+        "version": VERSION,
+        "dtype": dtype,
+        "config": dataclasses.asdict(config),
+        "train_config": train_config and dataclasses.asdict(train_config),
+        "tokenizer": tokenizer and tokenizer.to_dict(),
+        "data_state": data_state,
+        "extra": extra,
+        "versions": _versions(),
+        "files": {},
+    }
+    try:
+        index = json.loads(json.dumps(index))  # as it will be read: tuples are lists, keys are str
+    except (TypeError, ValueError) as error:
+        raise InvalidType(f"data_state and extra must be what JSON can hold: {error}.") from None
+
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    fresh = directory.with_name(f"{directory.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        fresh.mkdir()
+        weights = params if opt_state is None else opt_state.master
+        index["files"][MODEL] = _write_tensors(fresh / MODEL, dict(weights))
+        if opt_state is not None:
+            tensors = {f"{tree}.{name}": x for tree in ("m", "v") for name, x in getattr(opt_state, tree)}
+            index["files"][OPTIMIZER] = _write_tensors(fresh / OPTIMIZER, tensors | _scalars(opt_state))
+        with open(fresh / INDEX, "xb") as file:
+            file.write(json.dumps(index | {"digest": _digest(index)}, indent=1).encode("ascii"))
+            _flush(file)
+        _flush_folder(fresh)
+        _replace(directory, fresh)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
+    return directory
+
+
+def load(directory: str | Path, device: str = "auto") -> Checkpoint:
+    """The checkpoint in `directory`, or in its folder "checkpoint" where `directory` is that of a run.
+
+    Every byte is checked before any of it is used. After a crash while an older checkpoint was being
+    replaced, the newest complete one is found.
+    """
+    path = _find(Path(directory))
+    index = _read_index(path)
+    for name, expected in index["files"].items():
+        _check_file(path / name, expected)
+    config = _config(path, GPTConfig, index["config"])
+    layout = Layout.of(config.leaves())
+    place, _ = resolve_device(device)
+    dtype = FLOATS[index["dtype"]]
+    with use(place):
+        with _tensors(path / MODEL, {leaf.name: (leaf.shape, "F32") for leaf in layout.leaves}) as tensors:
+            master = _read_tree(layout, tensors, "")
+        with np.errstate(
+            over="ignore"
+        ):  # a weight beyond fp16's range became infinite when it was trained, too
+            params = Tree(layout, to_device(master.buffer.astype(dtype, copy=False), place))
+        opt_state = None
+        if OPTIMIZER in index["files"]:
+            # In fp32 the weights of record and the weights are one buffer.
+            of_record = params if dtype == np.float32 else Tree(layout, to_device(master.buffer, place))
+            opt_state = _read_opt_state(path / OPTIMIZER, layout, of_record, place)
+    return Checkpoint(
+        config,
+        params,
+        opt_state,
+        _tokenizer(path, index["tokenizer"], config),
+        index["data_state"],
+        index["train_config"] and _config(path, TrainConfig, index["train_config"]),
+        {"path": path, "dtype": index["dtype"], "versions": index["versions"], "extra": index["extra"] or {}},
+    )
+
+
+# ----------------------------------------------------------------------------
+# The folder
+
+
+def check_replaceable(directory: Path) -> None:
+    """Raises unless `directory` is absent, empty, or holds a checkpoint and nothing else: what `save`
+    replaces."""
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise InvalidValue(f"{directory} is a file; a checkpoint is a folder. Take another name.")
+    entries = {entry.name for entry in directory.iterdir()}
+    if other := entries - {MODEL, OPTIMIZER, INDEX}:
+        raise InvalidValue(
+            f"{directory} holds {sorted(other)[0]!r}, which is no part of a checkpoint, and saving replaces "
+            "the whole folder. Take a folder of its own."
+        )
+
+
+def _replace(directory: Path, fresh: Path) -> None:
+    """Puts the folder `fresh` in the place of `directory`; at any moment one of both is whole and can be
+    found."""
+    old = directory.with_name(f"{directory.name}.old-{secrets.token_hex(4)}")
+    had_one = directory.exists()
+    if had_one:
+        os.rename(directory, old)
+    try:
+        os.rename(fresh, directory)
+    except BaseException:
+        if had_one:
+            os.rename(old, directory)
+        raise
+    _flush_folder(directory.parent)
+    for leftover in _leftovers(directory):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _leftovers(directory: Path) -> list[Path]:
+    """Folders that an interrupted `save` left beside `directory`: the new ones first, then the old ones."""
+    if not directory.parent.is_dir():
+        return []
+    form = re.compile(re.escape(directory.name) + r"\.(tmp|old)-[0-9a-f]{8}")
+    found = [entry for entry in directory.parent.iterdir() if form.fullmatch(entry.name)]
+    return sorted(found, key=lambda entry: (".old-" in entry.name, -entry.stat().st_mtime))
+
+
+def _find(directory: Path) -> Path:
+    """The checkpoint that `directory` means."""
+    directory = directory.resolve()
+    if (directory / INDEX).is_file():
+        return directory
+    inner = directory / "checkpoint"
+    if (inner / INDEX).is_file() or _leftovers(inner):
+        return _find(inner)
+    if directory.exists() and any(directory.iterdir() if directory.is_dir() else [directory]):
+        raise InvalidValue(
+            f"{directory} is no checkpoint: there is no {INDEX} in it. Give the folder that save wrote, or "
+            "that of a run."
+        )
+    damages = []
+    for leftover in _leftovers(directory):
+        try:
+            for name, expected in _read_index(leftover)["files"].items():
+                _check_file(leftover / name, expected)
+        except InvalidValue as error:
+            damages.append(str(error))
+        else:
+            return leftover
+    found = (
+        f" A save did not finish, and left nothing whole: {' '.join(damages)}"
+        if damages
+        else " Check the path."
+    )
+    raise InvalidValue(f"there is no checkpoint at {directory}.{found}")
+
+
+def _flush(file) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    """A rename is on the disk only when the folder is."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+# ----------------------------------------------------------------------------
+# checkpoint.json
+
+
+def _versions() -> dict[str, str]:
+    versions = {"nbtrain": nbtrain.__version__, "python": sys.version.split()[0]}
+    for name in LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _digest(index: dict) -> str:
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode("ascii")).hexdigest()
+
+
+def _read_index(path: Path) -> dict:
+    """checkpoint.json, its form checked: every field of `save` is there, and has its type."""
+    file = path / INDEX
+    if not file.is_file():
+        raise InvalidValue(f"{file} is missing.")
+    n_bytes = file.stat().st_size
+    if n_bytes > MAX_INDEX_BYTES:
+        raise InvalidValue(f"{file}: expected at most {MAX_INDEX_BYTES} bytes, there are {n_bytes}.")
+    try:
+        index = json.loads(file.read_bytes().decode("ascii"))
+    except (ValueError, RecursionError) as error:
+        raise InvalidValue(f"{file} is damaged: {n_bytes} bytes that are no JSON ({error}).") from None
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        raise InvalidValue(
+            f'{file} does not belong to a checkpoint of nbtrain: expected "format": "{FORMAT}".'
+        )
+    if index.get("version") != VERSION:
+        raise InvalidValue(
+            f"{file} has format version {str(index.get('version'))[:40]}; this nbtrain reads version "
+            f"{VERSION}. Update nbtrain."
+        )
+    digest = index.pop("digest", None)
+    if digest != _digest(index):
+        raise InvalidValue(f"{file} is damaged: its digest does not belong to its content.")
+    types = {
+        "dtype": str, "config": dict, "train_config": dict | None, "tokenizer": dict | None, "data_state":
+        dict | None, "extra": dict | None, "versions": dict, "files": dict,
+    }  # fmt: skip
+    for field, kind in types.items():
+        if field not in index or not isinstance(index[field], kind):
+            raise InvalidValue(f"{file}: {field!r} is missing or of the wrong type.")
+    if index["dtype"] not in FLOATS:
+        raise InvalidValue(f"{file}: dtype must be one of {', '.join(FLOATS)}; got {index['dtype'][:40]!r}.")
+    # Names are compared, never followed: no path in the file leads anywhere.
+    if set(index["files"]) not in ({MODEL}, {MODEL, OPTIMIZER}):
+        raise InvalidValue(
+            f"{file}: expected the files {MODEL} and perhaps {OPTIMIZER}; got "
+            f"{str(sorted(index['files']))[:200]}."
+        )
+    for name, expected in index["files"].items():
+        if (
+            not isinstance(expected, dict)
+            or not isinstance(expected.get("bytes"), int)
+            or "sha256" not in expected
+        ):
+            raise InvalidValue(f"{file}: expected bytes and sha256 of {name}; got {str(expected)[:200]}.")
+    return index
+
+
+def _check_file(file: Path, expected: dict) -> None:
+    if not file.is_file():
+        raise InvalidValue(f"{file} is missing; expected {expected['bytes']} bytes.")
+    n_bytes = file.stat().st_size
+    if n_bytes != expected["bytes"]:
+        raise InvalidValue(
+            f"{file} is damaged: expected {expected['bytes']} bytes, there are {n_bytes}. Take another copy "
+            "of the checkpoint."
+        )
+    with open(file, "rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    if digest != expected["sha256"]:
+        raise InvalidValue(
+            f"{file} is damaged: its {n_bytes} bytes are there, but not those that were saved (SHA-256 "
+            f"{digest[:16]}…, expected {str(expected['sha256'])[:16]}…). Take another copy of the checkpoint."
+        )
+
+
+def _config(path: Path, kind, values: dict):
+    try:
+        return from_dict(kind, values)
+    except (InvalidValue, InvalidType) as error:
+        raise InvalidValue(f"{path / INDEX}: {error}") from None
+
+
+def _tokenizer(path: Path, values: dict | None, config: GPTConfig):
+    if values is None:
+        return None
+    kind = KINDS.get(values["kind"]) if isinstance(values.get("kind"), str) else None
+    if kind is None:
+        raise InvalidValue(
+            f"{path / INDEX}: expected a tokenizer of kind {' or '.join(KINDS)}; got "
+            f"{str(values.get('kind'))[:40]!r}."
+        )
+    try:
+        tokenizer = kind.from_dict(values)
+    except (InvalidValue, InvalidType) as error:
+        raise InvalidValue(f"{path / INDEX}: {error}") from None
+    if tokenizer.vocab_size > config.vocab_size:
+        raise InvalidValue(
+            f"{path / INDEX}: the tokenizer has {tokenizer.vocab_size} ids, the model only "
+            f"{config.vocab_size}."
+        )
+    return tokenizer
+
+
+# ----------------------------------------------------------------------------
+# Tensors
+
+
+def _write_tensors(file: Path, tensors: dict) -> dict:
+    """Writes a safetensors file, one tensor after the other from wherever it is; returns its size and
+    SHA-256."""
+    head: dict[str, dict] = {}
+    offset = 0
+    for name, x in tensors.items():
+        spelled = {"dtype": SAFETENSORS_DTYPES.get(x.dtype, "F32"), "shape": list(x.shape)}
+        end = offset + 4 * x.size
+        head[name] = spelled | {"data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(head).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with open(file, "xb") as opened:
+
+        def write(data) -> None:
+            opened.write(data)
+            digest.update(data)
+
+        write(struct.pack("<Q", len(text)) + text)
+        for x in tensors.values():
+            host = to_host(x)
+            if host.dtype not in SAFETENSORS_DTYPES:  # 16-bit weights without their master
+                host = host.astype(np.float32)
+            write(host.reshape(-1).view(np.uint8))
+        _flush(opened)
+    return {"bytes": 8 + len(text) + offset, "sha256": digest.hexdigest()}
+
+
+@contextlib.contextmanager
+def _tensors(file: Path, expected: dict[str, tuple[tuple[int, ...], str]]):
+    """An open safetensors file whose names, shapes and dtypes are those of `expected`, checked before a
+    tensor is read."""
+    try:
+        opened = safe_open(file, framework="numpy")
+    except SafetensorError as error:
+        raise InvalidValue(f"{file} is damaged: it is no safetensors file ({error}).") from None
+    with opened as tensors:
+        if unlike := set(tensors.keys()) ^ set(expected):
+            name = sorted(unlike)[0]
+            which = "lacks the" if name in expected else "has an unknown"
+            raise InvalidValue(
+                f"{file} {which} tensor {name[:80]!r}: it belongs to another config than that in {INDEX}."
+            )
+        for name, wanted in expected.items():
+            x = tensors.get_slice(name)
+            found = tuple(x.get_shape()), x.get_dtype()
+            if found != wanted:
+                raise InvalidValue(
+                    f"{file}: {name} must be {wanted[1]} {wanted[0]}; it is {found[1]} {found[0]}."
+                )
+        yield tensors
+
+
+def _read_tree(layout: Layout, tensors, prefix: str) -> Tree:
+    tree = Tree(layout, np.zeros(layout.size, np.float32))
+    for name, leaf in tree:
+        leaf[...] = tensors.get_tensor(prefix + name)
+    return tree
+
+
+def _scalars(opt_state: OptState) -> dict:
+    return {
+        "step": opt_state.step,
+        "updates": opt_state.updates,
+        "loss_scale": opt_state.loss_scale.value,
+        "good_steps": opt_state.loss_scale.good_steps,
+        "seed": opt_state.seed,
+    }
+
+
+def _read_opt_state(file: Path, layout: Layout, master: Tree, place: str) -> OptState:
+    leaves = {f"{tree}.{leaf.name}": (leaf.shape, "F32") for tree in ("m", "v") for leaf in layout.leaves}
+    scalars = {
+        "step": ((1,), "I32"),
+        "updates": ((1,), "I32"),
+        "loss_scale": ((1,), "F32"),
+        "good_steps": ((1,), "I32"),
+        "seed": ((2,), "U32"),
+    }
+    with _tensors(file, leaves | scalars) as tensors:
+        m, v = (
+            Tree(layout, to_device(_read_tree(layout, tensors, f"{t}.").buffer, place)) for t in ("m", "v")
+        )
+        at = {name: to_device(tensors.get_tensor(name), place) for name in scalars}
+    scale = LossScale(at["loss_scale"], at["good_steps"])
+    return OptState(at["step"], at["updates"], master, m, v, scale, at["seed"])

@@ -1,0 +1,394 @@
+"""A training run: steps, evaluations, a log, a plot and a checkpoint, in one folder.
+
+    log.jsonl      a JSON object a step (step, loss, lr, grad_norm, loss_scale, skipped, n_targets,
+                   tokens_per_s), one an evaluation (step, val_loss, val_tokens)
+    loss.png       both losses so far
+    checkpoint/    what `checkpoint.save` writes: at the end, when interrupted, and every `save_every` steps
+    data/          token files, where the run was given a text
+
+On a GPU a step's metrics are read when the next one has been launched, so that it does not wait for the host.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nbtrain.checkpoint import Checkpoint, check_replaceable, save
+from nbtrain.config import GPTConfig, TrainConfig, from_dict
+from nbtrain.data import batches, eval_batches
+from nbtrain.device import FLOATS
+from nbtrain.device.place import compute_capability, resolve_device, use
+from nbtrain.errors import InvalidValue
+from nbtrain.files import write_atomically
+from nbtrain.precision import resolve_dtype
+from nbtrain.train import donate, init, make_eval_step, make_train_step
+
+MOST_SKIPPED = 100  # steps in a row without a finite gradient; from 2**16 a loss scale reaches 1 in 16
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything of a run but the model and its optimizer."""
+
+    train: tuple[str, ...]  # token files or patterns
+    val: tuple[str, ...] = ()  # none: no evaluation
+    format: str = "auto"  # of the token files
+    steps: int = 3000
+    B: int = 12  # sequences of a micro-batch
+    micro: int = 1  # micro-batches a step
+    seed: int = 0  # of weights, dropout and the order of the data
+    eval_every: int = 250  # steps; 0: at the end only
+    eval_batches: int = 40  # of an evaluation on the way, the first of val; the last one takes all of it
+    save_every: int = 0  # steps; 0: at the end only
+
+    def __post_init__(self):
+        for name, least in (
+            ("steps", 1),
+            ("B", 1),
+            ("micro", 1),
+            ("seed", 0),
+            ("eval_every", 0),
+            ("eval_batches", 1),
+            ("save_every", 0),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InvalidValue(f"{name} must be an int, {least} or more; got {value!r}.")
+
+
+class Result(NamedTuple):
+    checkpoint: Checkpoint  # what was saved, in memory
+    step: int  # steps done
+    val_loss: float | None  # over all of val; None without one, or when interrupted
+    interrupted: bool
+
+
+class Report:
+    """Where a run tells how it goes: plain lines, at most one in ten seconds besides evaluations."""
+
+    EVERY_S = 10.0
+
+    def __init__(self):
+        self._said_at = -math.inf
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def step(self, step: int, steps: int, loss: float, tokens_per_s: float, left_s: float) -> None:
+        if time.perf_counter() - self._said_at >= self.EVERY_S or step == steps:
+            self._said_at = time.perf_counter()
+            self.say(
+                f"step {step}/{steps}: loss {loss:.4f}, {tokens_per_s:,.0f} tokens/s, {clock(left_s)} left"
+            )
+
+    def close(self) -> None:
+        pass
+
+
+def train(
+    config: GPTConfig,
+    train_config: TrainConfig,
+    run: RunConfig,
+    out: str | Path,
+    *,
+    tokenizer=None,
+    dtype: str = "auto",
+    device: str = "auto",
+    resume: Checkpoint | None = None,
+    report: Report | None = None,
+) -> Result:
+    """Trains, and leaves log, plot and checkpoint in `out`, where they replace those of an older run.
+
+    `resume` continues a run where its checkpoint was taken, bit for bit; it gives the weights, the dtype and
+    the place in the data. The first SIGINT or SIGTERM ends the run after the step under way, with a
+    checkpoint; the second is a KeyboardInterrupt.
+    """
+    report = report or Report()
+    out = Path(out)
+    params, opt_state, state, place = _start(config, run, dtype, device, resume, report)
+    first = int(opt_state.step.item())
+    check_replaceable(out / "checkpoint")  # what would fail at the end fails now
+    out.mkdir(parents=True, exist_ok=True)
+    train_step, eval_step = donate(make_train_step(config, train_config)), make_eval_step(config)
+    files = dict(T=config.block_size, format=run.format, vocab_size=config.vocab_size, device=place)
+    if run.val:
+        next(eval_batches(list(run.val), B=1, max_batches=1, **files | {"device": "cpu"}))
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(report.close)
+        stack.enter_context(use(place))
+        source = batches(list(run.train), B=run.B, micro=run.micro, seed=run.seed, state=state, **files)
+        stack.enter_context(source)
+        tokens_a_step = run.micro * run.B * config.block_size
+        report.say(describe(config))
+        report.say(
+            f"data: a step is {run.micro} x {run.B} x {config.block_size} = {tokens_a_step:,} tokens, an "
+            f"epoch {source.batches_per_epoch:,} steps, the run {run.steps:,} steps"
+        )
+        log = stack.enter_context(Log(out / "log.jsonl", first, tokens_a_step, run.steps, report))
+        interrupt = stack.enter_context(Interrupt())
+
+        def keep() -> Checkpoint:
+            told = dict(config=config, train_config=train_config, tokenizer=tokenizer)
+            extra, at = {"run": dataclasses.asdict(run)}, source.state()
+            path = save(out / "checkpoint", params, opt_state, **told, data_state=at, extra=extra)
+            meta = {"path": path, "dtype": dtype_name(params.dtype), "extra": extra}
+            return Checkpoint(params=params, opt_state=opt_state, data_state=at, meta=meta, **told)
+
+        def validate(max_batches: int | None) -> float | None:
+            chosen = eval_batches(list(run.val), B=run.B, max_batches=max_batches, **files)
+            loss, n = evaluate(eval_step, params, chosen, stop=lambda: interrupt.came)
+            if math.isnan(loss):
+                return None
+            log.evaluated(step, loss, n)
+            report.say(f"step {step}: validation loss {loss:.4f} over {n:,} tokens")
+            return loss
+
+        late: deque = deque()  # steps whose metrics are not read yet
+        ahead = 0 if place == "cpu" else 1  # the CPU is done when a step returns
+
+        def read(all_but: int = 0) -> None:
+            while len(late) > all_but:
+                log.step(*late.popleft())
+
+        for step in range(first + 1, run.steps + 1):
+            params, opt_state, metrics = train_step(params, opt_state, next(source))
+            late.append((step, metrics))
+            read(all_but=ahead)
+            on_the_way = step < run.steps
+            evaluate_now = on_the_way and run.val and run.eval_every and step % run.eval_every == 0
+            keep_now = on_the_way and run.save_every and step % run.save_every == 0
+            if evaluate_now or keep_now:
+                read()
+                if evaluate_now:
+                    validate(run.eval_batches)
+                    draw(log, out / "loss.png", report)
+                if keep_now:
+                    keep()
+                log.pause()
+            if interrupt.came or log.skipped_in_a_row >= MOST_SKIPPED:
+                break
+        read()
+        kept = keep()
+        report.say(f"step {step}: saved {out / 'checkpoint'}")
+        if log.skipped_in_a_row >= MOST_SKIPPED:
+            raise InvalidValue(
+                f"the gradient was not finite for {MOST_SKIPPED} steps in a row, and no update was applied "
+                "in them. Take a smaller lr, a longer warm-up, or bf16 or fp32 instead of fp16."
+            )
+        val_loss = validate(None) if run.val and not interrupt.came else None
+        draw(log, out / "loss.png", report)
+        return Result(kept, step, val_loss, interrupt.came)
+
+
+def _start(config, run, dtype, device, resume, report):
+    """(params, opt_state, place in the data, device) of a new run, or of the one to go on with."""
+    if resume is None:
+        place, why = resolve_device(device)
+        if device == "auto":
+            report.say(f"device {place}: {why}")
+        storage, why = resolve_dtype(dtype, place, compute_capability(place))
+        if dtype == "auto":
+            report.say(f"dtype {dtype_name(storage)}: {why}")
+        return *init(config, run.seed, dtype_name(storage), place), None, place
+    path, opt_state = resume.meta["path"], resume.opt_state
+    if opt_state is None or resume.data_state is None:
+        raise InvalidValue(f"{path} holds weights only; a run goes on from one with the optimizer's state.")
+    done = int(opt_state.step.item())
+    if done >= run.steps:
+        raise InvalidValue(f"{path} has done {done} of {run.steps} steps. Ask for more: --steps.")
+    report.say(f"going on from {path}, step {done}, on {resume.params.device} in {resume.meta['dtype']}")
+    return resume.params, opt_state, resume.data_state, resume.params.device
+
+
+def evaluate(eval_step, params, chosen, stop: Callable[[], bool] = lambda: False) -> tuple[float, int]:
+    """(mean loss in nats per token, tokens) of `params` on batches; nan if `stop` became true on the way."""
+    total, n = 0.0, 0
+    for batch in chosen:
+        loss_sum, n_targets = eval_step(params, batch)
+        total, n = total + float(loss_sum.item()), n + int(n_targets.item())
+        if stop():
+            return math.nan, n
+    return total / n, n
+
+
+def resumed(checkpoint: Checkpoint, **changes) -> tuple[RunConfig, TrainConfig]:
+    """The RunConfig and TrainConfig of a run's checkpoint, with `changes` to the first."""
+    values = checkpoint.meta["extra"].get("run")
+    if not isinstance(values, dict) or checkpoint.train_config is None:
+        raise InvalidValue(
+            f"{checkpoint.meta['path']} was not saved by a run, so it says nothing about data and steps."
+        )
+    run = from_dict(RunConfig, values | changes)
+    train_config = checkpoint.train_config
+    if train_config.total == values["steps"]:  # the schedule ends with the run
+        train_config = dataclasses.replace(train_config, total=run.steps)
+    return run, train_config
+
+
+def describe(config: GPTConfig) -> str:
+    """The model in one line."""
+    n_params = sum(math.prod(shape) for _, shape in config.leaves())
+    return (
+        f"model: {config.n_layer} layers, {config.n_head} heads, {config.n_embd} channels, "
+        f"{config.block_size} positions, vocabulary {config.vocab_size:,}: {n_params:,} parameters"
+    )
+
+
+def clock(seconds: float) -> str:
+    """1:02:03"""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, s = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"
+
+
+class Log:
+    """log.jsonl, open: each line is on its way to the disk when its step is told. Lines behind step `first`
+    are dropped."""
+
+    def __init__(self, path: Path, first: int, tokens_a_step: int, steps: int, report: Report):
+        self.train: list[tuple[int, float]] = []  # step, loss
+        self.val: list[tuple[int, float]] = []
+        self.skipped_in_a_row = 0
+        self._tokens, self._steps, self._report = tokens_a_step, steps, report
+        kept = _lines(path, first) if first else []
+        for row in kept:
+            if "val_loss" in row:
+                self.val.append((row["step"], row["val_loss"]))
+            elif row["loss"] is not None:
+                self.train.append((row["step"], row["loss"]))
+        write_atomically(path, lambda file: file.writelines(json.dumps(row).encode() + b"\n" for row in kept))
+        self._file = open(path, "a", encoding="ascii", buffering=1)
+        self._at = time.perf_counter()
+        self._step_s: float | None = None  # smoothed
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self._file.close()
+
+    def step(self, step: int, metrics) -> None:
+        """Reads the metrics of a step, which waits for it, and writes them down."""
+        m = metrics.read()
+        now = time.perf_counter()
+        elapsed, self._at = max(now - self._at, 1e-9), now
+        # The first step compiles, so the second one begins the mean.
+        first = self._step_s is None
+        self._step_s = elapsed if first or len(self.train) < 2 else 0.95 * self._step_s + 0.05 * elapsed
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if m["skipped"] else 0
+        names = ("loss", "lr", "grad_norm", "loss_scale", "skipped", "n_targets")
+        self._write(
+            {"step": step}
+            | {name: m[name] for name in names}
+            | {"tokens_per_s": round(self._tokens / elapsed, 1)}
+        )
+        if math.isfinite(m["loss"]):
+            self.train.append((step, m["loss"]))
+        self._report.step(
+            step, self._steps, m["loss"], self._tokens / self._step_s, (self._steps - step) * self._step_s
+        )
+
+    def evaluated(self, step: int, loss: float, n: int) -> None:
+        self.val.append((step, loss))
+        self._write({"step": step, "val_loss": loss, "val_tokens": n})
+
+    def pause(self) -> None:
+        """Time from the last step until now belongs to none."""
+        self._at = time.perf_counter()
+
+    def _write(self, row: dict) -> None:
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        self._file.write(json.dumps(finite) + "\n")
+
+
+def _lines(path: Path, last: int) -> list[dict]:
+    """The rows of a log up to step `last`; a line that a crash cut is dropped."""
+    rows = []
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if (
+                isinstance(row, dict)
+                and isinstance(row.get("step"), int)
+                and row["step"] <= last
+                and {"loss", "val_loss"} & set(row)
+            ):
+                rows.append(row)
+    return rows
+
+
+def draw(log: Log, path: Path, report: Report) -> None:
+    """Both losses over the steps, as PNG. A run does not end because it could not be drawn."""
+    try:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes = figure.subplots()
+        if log.train:
+            steps, losses = np.array(log.train).T
+            axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=0.8)
+            width = max(1, len(losses) // 50)
+            mean = np.convolve(losses, np.full(width, 1 / width), "valid")
+            axes.plot(
+                steps[width - 1 :],
+                mean,
+                color="tab:blue",
+                label=f"training, mean of {width}" if width > 1 else "training",
+            )
+        if log.val:
+            steps, losses = np.array(log.val).T
+            axes.plot(steps, losses, "o-", color="tab:orange", markersize=4, label="validation")
+        axes.set(xlabel="step", ylabel="loss (nats per token)")
+        axes.grid(alpha=0.3)
+        if log.train or log.val:
+            axes.legend()
+        write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=120))
+    except Exception as error:
+        report.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
+
+
+class Interrupt:
+    """A context in which the first SIGINT or SIGTERM sets `came`, and the second raises KeyboardInterrupt."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self):
+        self.came = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupt":
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handler
+            self._before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *exc) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number, frame) -> None:
+        if self.came:
+            for number in self.SIGNALS:
+                signal.signal(number, signal.SIG_DFL)  # the third one needs no Python
+            raise KeyboardInterrupt
+        self.came = True
+        # Not print: the signal may come in the middle of one.
+        os.write(2, b"\nnbtrain: interrupted; saving after this step. Interrupt again to leave at once.\n")
+
+
+def dtype_name(storage) -> str:
+    """The name that options use: fp32, fp16 or bf16."""
+    return next(name for name, dtype in FLOATS.items() if dtype == storage)
