@@ -15,7 +15,7 @@ LAYERS = [
     {"text", "precision", "optim", "data", "model"},
     {"train"},
     {"checkpoint", "generate"},
-    {"run"},
+    {"run", "doctor"},
     {"cli"},
     {"__init__", "__main__"},
 ]
