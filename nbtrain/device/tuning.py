@@ -23,6 +23,9 @@ BLOCKS = {
     "adamw": (256, 0),
     "cross_entropy": (1024, 0),
     "sum_losses": (1024, 0),
+    "embedding_forward": (384, 0),
+    "embedding_backward": (256, 0),
+    "batch_check": (1024, 0),
 }
 SIMULATED_BLOCKS = {name: (8, 3 if grid else 0) for name, (_, grid) in BLOCKS.items()}
 
