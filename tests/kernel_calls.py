@@ -26,7 +26,88 @@ def layernorm(dtype):
         layernorm_backward(x, total, w, mean, rstd)
 
 
-CALLS = [layernorm]
+def softmax(dtype):
+    from nbtrain.ops.softmax import softmax_backward, softmax_forward
+
+    rng = empty(np.uint32, (3,))
+    # GPT-2's context, unaligned rows, the longest that stay in registers, the longest of all
+    for L, causal in ((1024, False), (1024, True), (1023, True), (16384, True), (32767, False), (32768, True)):
+        x, lse = empty(dtype, (L, L)), empty(np.float32, (L,))
+        y = softmax_forward(x, causal=causal)
+        softmax_backward(x, y, causal=causal)
+        softmax_forward(x, causal=causal, lse=lse, dropout=0.1, rng=rng)
+        softmax_backward(x, y, causal=causal, dropout=0.1, rng=rng, dropped=y)
+
+
+def cross_entropy(dtype):
+    from nbtrain.ops import cross_entropy as op
+
+    # GPT-2's vocabulary padded and not, the whole of a padded one, and a small one
+    for columns, vocab_size in ((50304, 50257), (50257, None), (50304, None), (65, None)):
+        logits = empty(dtype, (N, columns))
+        targets, dloss = empty(np.int32, (N,)), empty(np.float32, (1,))
+        losses, lse = op.cross_entropy_forward(logits, targets, vocab_size=vocab_size)
+        op.cross_entropy_forward_backward(logits, targets, dloss, vocab_size=vocab_size)
+        op.cross_entropy_backward(losses, logits, targets, lse, vocab_size=vocab_size)
+    op.sum_losses(losses)
+
+
+def embedding(dtype):
+    from nbtrain.ops.embedding import embedding_backward, embedding_forward
+
+    for channels in (768, 1600, 767):
+        wte, wpe, dwte = empty(dtype, (V, channels), (T, channels), (V, channels))
+        tokens, order = empty(np.int32, (N // T, T), (N,))
+        dx = embedding_forward(tokens, wte, wpe)
+        embedding_backward(dx, tokens, order, dwte, wpe, accumulate=False)
+        embedding_backward(dx, tokens, order, empty(np.float32, (V, channels)), wpe)
+
+
+def batch_check(dtype):
+    from nbtrain.ops.batch_check import batch_check
+
+    tokens, targets, scale = empty(np.int32, (4, 8, T)), empty(np.int32, (4, 8, T)), empty(np.float32, (1,))
+    batch_check(tokens, targets, scale, vocab_size=V)
+    batch_check(tokens, targets, scale)
+
+
+def global_norm(dtype):
+    from nbtrain.ops.global_norm import global_norm
+
+    for n in (256 * N, 256 * N + 3):
+        global_norm(empty(dtype, (n,)))
+
+
+def adamw(dtype):
+    from nbtrain.ops.adamw import adamw
+
+    master, m, v, g = empty(np.float32, *[(256 * N,)] * 4)
+    params = master if dtype == np.float32 else empty(dtype, (256 * N,))
+    decay, hyper = empty(np.uint8, (N,)), empty(np.float32, (8,))
+    for gradient in (g, empty(dtype, (256 * N,)), empty(dtype, (256 * N + 1,))[1:]):
+        adamw(gradient, master, m, v, params, decay, hyper)
+        adamw(gradient, master, m, v, params, decay, hyper, out=(master, m, v, params))
+        adamw(gradient, master, m, v, params, decay, hyper, out=(master, m, v, params), zero_grad=True)
+
+
+def control(dtype):
+    from nbtrain.ops.control import control
+    from nbtrain.optim import Schedule
+
+    one, whole = empty(np.float32, (1,)), empty(np.int32, (1,))
+    schedule = Schedule("cosine", lr=1e-3, warmup=10, total=100)
+    control(one, one, empty(np.int32, (3,)), whole, whole, one, whole, schedule=schedule)
+
+
+def linear(dtype):
+    from nbtrain.ops.linear import linear_backward, linear_forward
+
+    for K, M in ((768, 2304), (768, 767)):
+        x, weight, bias = empty(dtype, (N, K), (K, M), (M,))
+        linear_backward(linear_forward(x, weight, bias), x, weight)
+
+
+CALLS = [layernorm, linear, softmax, cross_entropy, global_norm, adamw, embedding, batch_check, control]
 
 
 def record(only: str = "", dtypes=tuple(FLOATS)):

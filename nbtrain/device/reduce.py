@@ -1,8 +1,9 @@
-"""Sums over rows in one fixed order, without atomics: every block adds up its rows, then one kernel adds up the blocks.
+"""Sums over rows in one fixed order, no atomics: each block adds up its rows, one kernel adds the blocks.
 
-A kernel that sums columns of (N, C) runs on the grid and block that `column_grid` gives: thread x of block x owns eight columns,
-from (blockIdx.x * X + x) * 8 on, and rows are dealt to threadIdx.y and blockIdx.y. It keeps its sums in a local array of 8 and
-ends with `block_rows_sum(X, Y)(sums, partial, C)`; `sum_blocks` makes the result of `partial`, flat fp32 of blocks * C.
+A kernel that sums the columns of (N, C) runs on the block and grid of `column_block` and `column_grid`:
+thread x of block x owns eight columns, from (blockIdx.x * X + x) * 8 on; rows are dealt to threadIdx.y and
+blockIdx.y. It keeps its sums in a local array of 8 and ends with `block_rows_sum(X, Y)(sums, partial, C)`.
+`sum_blocks` makes the result of `partial`, flat fp32 of blocks * C.
 """
 
 import functools
@@ -26,7 +27,7 @@ def column_block(name: str) -> tuple[int, int]:
 
 
 def column_grid(name: str, N: int, C: int) -> tuple[int, int]:
-    """(blocks over columns, blocks over rows); a function of the shape alone, and with it the order of the sums."""
+    """(blocks over columns, blocks over rows): set by the shape alone, and with it the order of the sums."""
     X, Y = column_block(name)
     columns = -(-C // (8 * X))
     return columns, min(max(1, tuned(name)[1] // columns), -(-N // Y))
@@ -84,6 +85,6 @@ def _sum_blocks_kernel():
 
 
 def sum_blocks(partial, first: int, blocks: int, out) -> None:
-    """out (C,) = the sum of `blocks` rows of `partial`, flat fp32 with rows of C, from row `first` on; rounded once."""
+    """out (C,) = the sum of `blocks` rows of `partial` (flat fp32, rows of C) from `first` on."""
     sum_, X, Y = _sum_blocks_kernel()
     launch(sum_, -(-out.size // X), (X, Y), partial, first, blocks, out.size, out)

@@ -26,18 +26,17 @@ from nbtrain.device import (
     float32,
     kernel,
     launch,
-    load,
     on_gpu,
     prange,
     round8,
     row_access,
     row_shape,
     rsqrt,
-    store,
     tuned,
     twin,
 )
 from nbtrain.device.cpu import span, task_count
+from nbtrain.device.reduce import sum_blocks
 
 ZERO, ONE = np.float32(0), np.float32(1)
 
@@ -187,34 +186,6 @@ def _backward_kernel(C: int, aligned: bool, with_dresidual: bool):
     return layernorm_backward, T, R
 
 
-@functools.cache
-def _column_sum_kernel():
-    """out[c] = sum_b partial[b, c]; a block takes a few columns, its rows of threads share the partial sums."""
-    threads, _ = tuned("column_sum")
-    X = min(32, threads // 2)
-    Y = threads // X
-
-    @kernel(launch_bounds=threads)
-    def column_sum(partial, first, blocks, C, out):
-        buf = cuda.shared.array((Y, X), float32)
-        x, y = cuda.threadIdx.x, cuda.threadIdx.y
-        c = cuda.blockIdx.x * X + x
-        s = ZERO
-        if c < C:
-            b = y
-            while b < blocks:
-                s += partial[(first + b) * C + c]
-                b += Y
-        buf[y, x] = s
-        cuda.syncthreads()
-        if y == 0 and c < C:
-            for k in range(1, Y):
-                s += buf[k, x]
-            store(out, c, s)
-
-    return column_sum, X, Y
-
-
 # ----------------------------------------------------------------------------
 # CPU twins
 
@@ -350,9 +321,8 @@ def layernorm_backward(dy, x, weight, mean, rstd, *, dresidual=None, out=None):
         partial = xp.empty(2 * blocks * C, np.float32)
         other = dy if dresidual is None else dresidual
         launch(backward, blocks, (T, R), dy, x, weight, mean, rstd, other, dx, partial, N)
-        column_sum, X, Y = _column_sum_kernel()
-        for first, target in ((0, dweight), (blocks, dbias)):
-            launch(column_sum, -(-C // X), (X, Y), partial, first, blocks, C, target)
+        sum_blocks(partial, 0, blocks, dweight)
+        sum_blocks(partial, blocks, blocks, dbias)
     else:
         partial = np.empty((task_count(N, 64), 2, C), np.float32)
         _backward_cpu(dy, x, weight, mean, rstd, dresidual, dx, dweight, dbias, partial)
