@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nbtrain.batch import Batch, check_batch
+from nbtrain.batch import IGNORE_INDEX, Batch, check_batch
 from nbtrain.config import GPTConfig, TrainConfig
 from nbtrain.device import array_module
+from nbtrain.device.graph import Graph
 from nbtrain.device.philox import Rng
 from nbtrain.device.place import (
     compute_capability,
@@ -31,7 +32,7 @@ from nbtrain.device.place import (
     to_host,
     use,
 )
-from nbtrain.errors import InvalidType, InvalidValue
+from nbtrain.errors import InvalidType, InvalidValue, Unavailable
 from nbtrain.model import GPT, init_params
 from nbtrain.ops.adamw import adamw
 from nbtrain.ops.batch_check import batch_check
@@ -284,6 +285,14 @@ def make_train_step(model: GPTConfig | Callable, config: TrainConfig | None = No
     return TrainStep(model, config, None)
 
 
+def _consume(params: Tree, state: OptState) -> tuple[Tree, OptState]:
+    """The same memory in new trees; the given ones refuse further use. fp32 params stay their own master."""
+    own_master = state.master is params
+    params = params.consume()
+    master = params if own_master else state.master.consume()
+    return params, state._replace(master=master, m=state.m.consume(), v=state.v.consume())
+
+
 def donate(step: TrainStep) -> Callable:
     """`step` with the same signature and the same bits, but params and opt_state are consumed: the results live in their
     memory, and using a consumed tree again raises InvalidValue (as JAX's donate_argnums)."""
@@ -294,14 +303,92 @@ def donate(step: TrainStep) -> Callable:
         _check_state(params, opt_state)
         device = device_of(params.buffer)
         batch = step._place(params, opt_state, batch, device)  # whatever is wrong is said before anything is consumed
-        same = opt_state.master is params
-        out = params.consume(), opt_state.master.consume() if not same else None, opt_state.m.consume(), opt_state.v.consume()
-        params, master, m, v = out
-        master = params if master is None else master
+        params, opt_state = _consume(params, opt_state)
         with use(device):
-            return step._run(params, opt_state._replace(master=master, m=m, v=v), batch, (params, master, m, v))
+            return step._run(params, opt_state, batch, (params, opt_state.master, opt_state.m, opt_state.v))
 
     return donated
+
+
+class CapturedStep:
+    """`donate(step)` replayed from one graph a batch shape; `capture` makes it."""
+
+    SHAPES_BEFORE_A_WORD = 4
+
+    def __init__(self, step: TrainStep):
+        self._step = step
+        self._state: tuple[Tree, OptState] | None = None  # the memory that every graph reads and writes
+        self._graphs: dict[tuple, tuple[Graph, Batch]] = {}
+
+    def __call__(self, params: Tree, opt_state: OptState, batch: Batch) -> tuple[Tree, OptState, Metrics]:
+        _check_state(params, opt_state)
+        device = device_of(params.buffer)
+        if device == "cpu":
+            raise Unavailable("capture needs a GPU; params are on the CPU. Use donate(step), which gives the same bits.")
+        batch = self._step._place(params, opt_state, batch, device)
+        with use(device):
+            params, opt_state = self._take(params, opt_state)
+            graph, buffers = self._graph(params, opt_state, batch)
+            for target, source in zip(buffers, batch, strict=True):
+                target[...] = source
+            graph.launch()
+            values, counts = (x.copy() for x in graph.result)
+        self._state = _consume(params, opt_state)
+        return *self._state, Metrics(values, counts, batch)
+
+    def _take(self, params, state):
+        """The graphs' own memory, filled from trees that came from elsewhere."""
+        if self._state is None:
+            self._state = _consume(params, state)
+        elif params is not self._state[0] or state is not self._state[1]:
+            own, given = _arrays(*self._state), _arrays(params, state)
+            for target, source in zip(own, given, strict=True):
+                if target is not source:
+                    target[...] = source
+            _consume(params, state)
+        return self._state
+
+    def _graph(self, params, state, batch):
+        shape = batch.tokens.shape
+        if shape not in self._graphs:
+            if len(self._graphs) == self.SHAPES_BEFORE_A_WORD:
+                say_once(f"capture: more than {self.SHAPES_BEFORE_A_WORD} batch shapes, each with a graph and memory of its own")
+            buffers = Batch(*(x.copy() for x in batch))
+            out = params, state.master, state.m, state.v
+
+            def warm_up():
+                """A step without a target: it compiles and measures everything and updates nothing."""
+                targets = buffers.targets.copy()
+                targets.fill(IGNORE_INDEX)
+                self._step._run(params, state, buffers._replace(targets=targets), out)
+
+            def work():
+                _, new, metrics = self._step._run(params, state, buffers, out)
+                for target, source in zip(_scalars(state), _scalars(new), strict=True):
+                    target[...] = source
+                return metrics._values, metrics._counts
+
+            self._graphs[shape] = Graph(warm_up, work), buffers
+        return self._graphs[shape]
+
+
+def _scalars(state: OptState):
+    return state.step, state.updates, *state.loss_scale
+
+
+def _arrays(params: Tree, state: OptState):
+    return [t.buffer for t in (params, state.master, state.m, state.v)] + [*_scalars(state), state.seed]
+
+
+def capture(step: TrainStep) -> CapturedStep:
+    """`donate(step)`, run from one graph: no launch gaps, no work on the host between the batch and the metrics.
+
+    The first call with a batch shape compiles, measures the products, and captures; it consumes no step. Trees that did not come
+    from this function's last call are copied into the graph's memory. GPU only.
+    """
+    if not isinstance(step, TrainStep):
+        raise InvalidType(f"capture expects what make_train_step returns; got {type(step).__name__}.")
+    return CapturedStep(step)
 
 
 def make_eval_step(config: GPTConfig) -> Callable:
