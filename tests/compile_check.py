@@ -19,6 +19,9 @@ from pathlib import Path
 ALLOWED: dict[tuple[str, str], dict[str, int]] = {}
 
 
+DTYPES_BEFORE_AMPERE = ("fp32", "fp16")
+
+
 def find_ptxas() -> str:
     for file in importlib.metadata.files("nvidia-cuda-nvcc") or ():
         if file.name == "ptxas":
@@ -48,6 +51,7 @@ def assemble(ptx: str, arch: str) -> dict:
 
 
 def main(arch: str, only: str = "") -> int:
+    from nbtrain.device import FLOATS
     from nbtrain.device.nvidia import compile_for
     from tests.kernel_calls import record
 
@@ -55,7 +59,7 @@ def main(arch: str, only: str = "") -> int:
     failures = 0
     with ThreadPoolExecutor(2) as pool:  # ptxas runs beside the next kernel's compilation
         jobs = []
-        for kernel, types, _, _ in record(only):
+        for kernel, types, _, _ in record(only, DTYPES_BEFORE_AMPERE if cc < (8, 0) else tuple(FLOATS)):
             name = kernel.py_func.__name__
             storage = "/".join(dict.fromkeys(str(t.dtype) for t in types if hasattr(t, "dtype")))
             jobs.append((name, storage, pool.submit(assemble, compile_for(kernel, types, cc), f"sm_{arch}")))

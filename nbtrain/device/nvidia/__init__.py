@@ -4,6 +4,7 @@ import re
 
 from numba import cuda, types
 
+from nbtrain.device.nvidia import vector
 from nbtrain.device.nvidia.vector import (
     block_reduce,
     exp2,
@@ -44,6 +45,7 @@ def compile_for(compiled, signature, cc: tuple[int, int]) -> str:
         compute_capability = cc
 
     numba.cuda.dispatcher.get_current_device = lambda: Device
+    vector.compiling_for = cc
     options = compiled.targetoptions
     text, _ = cuda.compile(
         compiled.py_func,

@@ -11,6 +11,7 @@ from numba.cuda.extending import intrinsic
 I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 V4 = ir.VectorType(I32, 4)
 GLOBAL = 1  # LLVM's address space
+compiling_for = (9, 0)  # compute capability; `compile_for` sets it
 
 
 def _asm(builder, result, arguments, text, constraints, values):
@@ -47,9 +48,14 @@ def _unpack(builder, storage, word):
 
 
 def _pack(builder, storage, low, high):
-    """A word of 16-bit storage, rounded to nearest, ties to even. The packed conversions need sm_80."""
+    """A word of 16-bit storage, rounded to nearest, ties to even."""
     name = "f16x2" if storage == types.int16 else "bf16x2"
-    return _asm(builder, I32, [F32, F32], f"cvt.rn.{name}.f32 $0, $1, $2;", "=r,f,f", [high, low])
+    if compiling_for >= (8, 0):
+        return _asm(builder, I32, [F32, F32], f"cvt.rn.{name}.f32 $0, $1, $2;", "=r,f,f", [high, low])
+    if storage == types.uint16:
+        raise TypeError("bf16 needs compute capability 8.0; train in fp16 on this GPU")
+    low, high = (_asm(builder, I16, [F32], "cvt.rn.f16.f32 $0, $1;", "=h,f", [x]) for x in (low, high))
+    return builder.or_(builder.zext(low, I32), builder.shl(builder.zext(high, I32), ir.Constant(I32, 16)))
 
 
 # ----------------------------------------------------------------------------
