@@ -1,0 +1,131 @@
+"""Flash attention's kernels, warp by warp on NumPy, against float64; on a GPU, the launchers."""
+
+import math
+
+import numpy as np
+import pytest
+
+from nbtrain.device.nvidia.flash_backward import dkv_body, dq_body
+from nbtrain.device.nvidia.flash_forward import forward_body, pipelined_body
+from tests.nvidia.warps import STORAGE, Memory, WarpTiles, run
+from tests.reference import attention, f64
+
+LOG2E = math.log2(math.e)
+
+
+def exact(qkv, H, sm_scale, dout):
+    """(out, lse, dqkv) in float64."""
+    B, T, C3 = qkv.shape
+    D = C3 // 3 // H
+    q, k, v = f64(qkv).reshape(B, T, 3, H, D).transpose(2, 0, 3, 1, 4)
+    s = np.where(np.tri(T, dtype=bool), q @ k.swapaxes(-1, -2) * sm_scale, -np.inf)
+    top = s.max(-1, keepdims=True)
+    e = np.exp(s - top)
+    total = e.sum(-1, keepdims=True)
+    p = e / total
+    do = f64(dout).reshape(B, T, H, D).transpose(0, 2, 1, 3)
+    dp = do @ v.swapaxes(-1, -2)
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * sm_scale
+    grads = np.stack([ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ do])
+    out = (p @ v).transpose(0, 2, 1, 3).reshape(B, T, H * D)
+    return out, (top + np.log(total))[..., 0], grads.transpose(1, 3, 0, 2, 4).reshape(B, T, C3)
+
+
+def relative(got, want):
+    got = f64(got)
+    return np.sqrt(((got - want) ** 2).sum() / (want**2).sum())  # nan if anything was left unwritten
+
+
+def inputs(storage, B, T, H, D, seed=0):
+    rng = np.random.default_rng(seed)
+    qkv = (1.5 * rng.standard_normal((B, T, 3 * H * D))).astype(STORAGE[storage])
+    return qkv, rng.standard_normal((B, T, H * D)).astype(STORAGE[storage])
+
+
+# Relative errors in units of the storage's epsilon: three times what correct kernels show.
+LIMIT = {"f16": 2.0**-10, "bf16": 2.0**-7}
+
+
+def run_forward(body, storage, arch, B, T, H, D, group=3, **options):
+    qkv, dout = inputs(storage, B, T, H, D)
+    sm_scale = 1 / math.sqrt(D)
+    tiles = WarpTiles(storage, arch)
+    kernel, threads, shared = body(tiles, D, **options)
+    rows = 64 * options.get("W", 1)
+    memory = Memory()
+    at_qkv = memory.add(qkv)
+    at_out = memory.add(np.full_like(dout, np.nan))
+    at_lse = memory.add(np.full((B, H, T), np.nan, np.float32))
+    run(
+        kernel, threads, shared, B * H * -(-T // rows), tiles, memory,
+        at_qkv, at_out, at_lse, T, H, B * H, group, np.float32(sm_scale * LOG2E),
+    )  # fmt: skip
+    out, lse, _ = exact(qkv, H, sm_scale, dout)
+    assert relative(memory.get(at_out, STORAGE[storage], out.shape), out) < LIMIT[storage]
+    assert np.abs(memory.get(at_lse, np.float32, lse.shape) - lse).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "body, storage, arch, B, T, H, D, options",
+    [
+        (forward_body, "bf16", 90, 1, 128, 2, 64, {"W": 1, "whole": True}),
+        (forward_body, "f16", 90, 1, 197, 2, 64, {"W": 2, "q_in_registers": True}),
+        (forward_body, "f16", 90, 2, 65, 2, 128, {"W": 1, "BN": 128}),
+        (forward_body, "bf16", 90, 1, 70, 2, 80, {"W": 1}),
+        (forward_body, "f16", 90, 1, 1, 1, 32, {"W": 1}),
+        (forward_body, "f16", 80, 1, 130, 2, 64, {"W": 2}),
+        (forward_body, "bf16", 80, 1, 67, 2, 96, {"W": 1}),
+        (pipelined_body, "bf16", 90, 1, 256, 2, 64, {"W": 2, "stages": 2, "whole": True}),
+        (pipelined_body, "f16", 90, 1, 333, 1, 64, {"W": 2, "stages": 3, "BN": 64, "overlap": True}),
+        (pipelined_body, "f16", 90, 1, 200, 2, 96, {"W": 2, "stages": 2, "BN": 128, "q_in_registers": True, "overlap": True}),
+        (pipelined_body, "bf16", 90, 1, 63, 3, 80, {"W": 2, "stages": 3}),
+    ],
+)  # fmt: skip
+def test_forward_is_exact_attention(body, storage, arch, B, T, H, D, options):
+    run_forward(body, storage, arch, B, T, H, D, **options)
+
+
+@pytest.mark.parametrize(
+    "storage, arch, B, T, H, D, dq, dkv, whole",
+    [
+        ("bf16", 90, 1, 128, 2, 64, 1, 1, True),
+        ("f16", 90, 1, 197, 2, 64, 2, 2, False),
+        ("f16", 90, 2, 65, 1, 128, 1, 1, False),
+        ("bf16", 90, 1, 70, 2, 80, 1, 1, False),
+        ("f16", 90, 1, 1, 1, 32, 1, 1, False),
+        ("f16", 80, 1, 130, 1, 64, 1, 2, False),
+        ("bf16", 80, 1, 67, 1, 96, 1, 1, False),
+    ],
+)
+def test_backward_is_the_gradient(storage, arch, B, T, H, D, dq, dkv, whole):
+    qkv, dout = inputs(storage, B, T, H, D)
+    sm_scale = 1 / math.sqrt(D)
+    out, lse, want = exact(qkv, H, sm_scale, dout)
+    tiles, padded, sl = WarpTiles(storage, arch), -(-T // 128) * 128, np.float32(sm_scale * LOG2E)
+    memory = Memory()
+    at_qkv, at_dout = memory.add(qkv), memory.add(dout)
+    at_out, at_lse = memory.add(out.astype(STORAGE[storage])), memory.add(lse.astype(np.float32))
+    at_stats = memory.add(np.full((2, B * H, padded), np.nan, np.float32))
+    at_dqkv = memory.add(np.full_like(qkv, np.nan))
+    kernel, threads, shared = dq_body(tiles, D, W=dq, whole=whole)
+    run(
+        kernel, threads, shared, B * H * -(-T // (64 * dq)), tiles, memory,
+        at_qkv, at_out, at_dout, at_lse, at_stats, at_dqkv, T, padded, H, B * H, 3, sl, np.float32(sm_scale),
+        np.float32(-1 / sm_scale),
+    )  # fmt: skip
+    kernel, threads, shared = dkv_body(tiles, D, W=dkv, whole=whole)
+    run(
+        kernel, threads, shared, B * H * -(-T // (64 * dkv)), tiles, memory,
+        at_qkv, at_dout, at_stats, at_dqkv, T, padded, H, B * H, 3, sl, np.float32(sm_scale), np.float32(1),
+    )  # fmt: skip
+    got = f64(memory.get(at_dqkv, STORAGE[storage], qkv.shape)).reshape(B, T, 3, -1)
+    want = want.reshape(got.shape)
+    assert np.isfinite(got).all()
+    for i, name in enumerate("qkv"):
+        if T > 1 or name == "v":
+            assert relative(got[:, :, i], want[:, :, i]) < LIMIT[storage], f"d{name}"
+
+
+def test_the_float64_reference_agrees_with_the_shared_one():
+    qkv, dout = inputs("f16", 2, 5, 2, 4)
+    np.testing.assert_allclose(exact(qkv, 2, 0.5, dout)[0], attention(qkv, 2, 0.5), rtol=1e-12)
