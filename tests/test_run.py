@@ -1,0 +1,284 @@
+import dataclasses
+import json
+import math
+import signal
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import nbtrain.run
+from nbtrain.checkpoint import load, save
+from nbtrain.config import GPTConfig, TrainConfig
+from nbtrain.data import eval_batches, write_tokens
+from nbtrain.errors import InvalidValue
+from nbtrain.run import Log, Report, RunConfig, clock, evaluate, resumed, train
+from nbtrain.train import init, make_eval_step
+
+CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=20, dropout=0.1)
+TRAIN_CONFIG = TrainConfig(lr=1e-2, schedule="cosine", warmup=3, total=20, min_lr=1e-3)
+
+
+class Quiet(Report):
+    """Remembers what was said; `at_step` is called with each step's number."""
+
+    def __init__(self, at_step=lambda step: None):
+        super().__init__()
+        self.said, self._at_step = [], at_step
+
+    def say(self, text):
+        self.said.append(text)
+
+    def step(self, step, *rest):
+        self._at_step(step)
+
+
+@pytest.fixture
+def run_config(tmp_path):
+    """20 steps on tokens that follow each other, so that there is something to learn."""
+    ids = np.arange(700) * 7 % 20
+    write_tokens(tmp_path / "train.bin", ids, vocab_size=20)
+    write_tokens(tmp_path / "val.bin", ids[:100], vocab_size=20)
+    paths = dict(train=(str(tmp_path / "train.bin"),), val=(str(tmp_path / "val.bin"),))
+    return RunConfig(**paths, steps=20, B=3, micro=2, seed=5, eval_every=8, eval_batches=2)
+
+
+def _train(run_config, out, config=CONFIG, train_config=TRAIN_CONFIG, **options):
+    options.setdefault("report", Quiet())
+    return train(config, train_config, run_config, out, device="cpu", **options)
+
+
+def _rows(out):
+    def refuse(constant):
+        raise ValueError(f"{constant} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def _losses(out):
+    return [row["loss"] for row in _rows(out) if "loss" in row]
+
+
+def _bits(opt_state):
+    trees = (opt_state.master, opt_state.m, opt_state.v)
+    scalars = (opt_state.step, opt_state.updates, *opt_state.loss_scale, opt_state.seed)
+    return [tree.buffer.tobytes() for tree in trees] + [x.tobytes() for x in scalars]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_a_resumed_run_has_the_bits_of_one_that_went_through(dtype, run_config, tmp_path):
+    whole = _train(run_config, tmp_path / "whole", dtype=dtype)
+
+    def interrupt(step):
+        if step == 10:
+            signal.raise_signal(signal.SIGINT)
+
+    half = _train(run_config, tmp_path / "half", dtype=dtype, report=Quiet(interrupt))
+    assert (half.interrupted, half.step, half.val_loss) == (True, 10, None)
+    checkpoint = load(tmp_path / "half", device="cpu")
+    again, train_config = resumed(checkpoint)
+    assert (again, train_config) == (run_config, TRAIN_CONFIG)
+    rest = _train(again, tmp_path / "half", train_config=train_config, resume=checkpoint)
+    assert (rest.interrupted, rest.step, rest.val_loss) == (False, 20, whole.val_loss)
+    assert _losses(tmp_path / "half") == _losses(tmp_path / "whole") and len(_losses(tmp_path / "half")) == 20
+    assert _bits(rest.checkpoint.opt_state) == _bits(whole.checkpoint.opt_state)
+    assert rest.checkpoint.params.buffer.tobytes() == whole.checkpoint.params.buffer.tobytes()
+    assert rest.checkpoint.data_state == whole.checkpoint.data_state
+
+
+def test_the_saved_checkpoint_is_the_result(run_config, tmp_path):
+    result = _train(run_config, tmp_path / "run")
+    on_disk = load(tmp_path / "run", device="cpu")
+    assert on_disk.opt_state.step.item() == 20 and _bits(on_disk.opt_state) == _bits(
+        result.checkpoint.opt_state
+    )
+    assert on_disk.config == CONFIG and on_disk.train_config == TRAIN_CONFIG
+
+
+def test_training_learns_and_the_log_tells_every_step(run_config, tmp_path):
+    run_config = dataclasses.replace(run_config, steps=60)
+    train_config = dataclasses.replace(TRAIN_CONFIG, total=60)
+    config = dataclasses.replace(CONFIG, dropout=0.0)
+    result = _train(run_config, tmp_path / "run", config, train_config)
+    rows = _rows(tmp_path / "run")
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, 61))
+    assert abs(steps[0]["loss"] - math.log(20)) < 0.2 and steps[-1]["loss"] < 1.0
+    assert all(
+        row["n_targets"] == 2 * 3 * 8 and row["tokens_per_s"] > 0 and not row["skipped"] for row in steps
+    )
+    assert steps[0]["lr"] == pytest.approx(1e-2 / 3) and steps[-1]["lr"] < 1.1e-3
+    evaluations = {row["step"]: row for row in rows if "val_loss" in row}
+    assert list(evaluations) == [8, 16, 24, 32, 40, 48, 56, 60]
+    # On the way two batches of 3 windows of 8 tokens, at the end all but the first token.
+    assert evaluations[8]["val_tokens"] == 48 and evaluations[60]["val_tokens"] == 99
+    assert evaluations[60]["val_loss"] == result.val_loss < 1.0
+    assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_validation_takes_the_mean_over_tokens_not_batches(run_config):
+    params, _ = init(CONFIG, dtype="fp32", device="cpu")
+    step = make_eval_step(CONFIG)
+    by_5, by_64 = (
+        evaluate(step, params, eval_batches(list(run_config.val), B=B, T=8, vocab_size=20)) for B in (5, 64)
+    )
+    assert by_5[1] == by_64[1] == 99 and by_5[0] == pytest.approx(by_64[0], rel=1e-5)
+    losses = iter([(2.0, 1), (3.0, 9)])
+    fake = lambda params, batch: tuple(np.array([x]) for x in next(losses))  # noqa: E731
+    assert evaluate(fake, None, [None, None]) == (0.5, 10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_interrupt_leaves_at_once_and_handlers_are_restored(number, run_config, tmp_path, capfd):
+    before = signal.getsignal(number)
+
+    def interrupt(step):
+        if step == 4:
+            signal.raise_signal(number)
+            signal.raise_signal(number)
+            raise AssertionError("still here")
+
+    with pytest.raises(KeyboardInterrupt):
+        _train(run_config, tmp_path / "run", report=Quiet(interrupt))
+    assert signal.getsignal(number) is before
+    assert "Interrupt again to leave at once" in capfd.readouterr().err
+    assert not (tmp_path / "run" / "checkpoint").exists()
+
+
+def test_an_interrupt_ends_a_long_evaluation(run_config, tmp_path):
+    calls = []
+
+    def eval_step(params, batch):
+        calls.append(batch)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return np.array([1.0]), np.array([1])
+
+    run_config = dataclasses.replace(run_config, eval_every=4, eval_batches=5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nbtrain.run, "make_eval_step", lambda config: eval_step)
+        result = _train(run_config, tmp_path / "run")
+    assert (result.interrupted, result.step, len(calls)) == (True, 4, 2)
+    assert not any("val_loss" in row for row in _rows(tmp_path / "run"))
+
+
+def test_checkpoints_on_the_way_do_not_change_the_run(run_config, tmp_path):
+    plain = _train(run_config, tmp_path / "plain")
+    saved_at = []
+
+    def look(step):
+        if (tmp_path / "often" / "checkpoint").exists():
+            saved_at.append(load(tmp_path / "often", device="cpu").opt_state.step.item())
+
+    often = _train(dataclasses.replace(run_config, save_every=6), tmp_path / "often", report=Quiet(look))
+    assert sorted(set(saved_at)) == [6, 12, 18]
+    assert _bits(often.checkpoint.opt_state) == _bits(plain.checkpoint.opt_state)
+
+
+def test_a_failing_plot_does_not_stop_the_run(run_config, tmp_path, monkeypatch):
+    def broken(*args, **options):
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", broken)
+    report = Quiet()
+    assert _train(run_config, tmp_path / "run", report=report).step == 20
+    assert any("loss.png could not be drawn: RuntimeError: no fonts" in text for text in report.said)
+    assert not (tmp_path / "run" / "loss.png").exists()
+
+
+def test_a_run_whose_gradient_stays_lost_ends_with_a_checkpoint(run_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(nbtrain.run, "MOST_SKIPPED", 3)
+    params, opt_state = init(CONFIG, dtype="fp32", device="cpu")
+    params["lnf_w"][...] = np.nan
+    state = nbtrain.run.batches(list(run_config.train), B=3, T=8, micro=2, seed=5)
+    with state:
+        save(tmp_path / "lost", params, opt_state, config=CONFIG, data_state=state.state())
+    lost = load(tmp_path / "lost", device="cpu")
+    with pytest.raises(InvalidValue, match="not finite for 3 steps in a row"):
+        _train(run_config, tmp_path / "run", resume=lost)
+    assert [row["loss"] for row in _rows(tmp_path / "run")] == [None] * 3
+    assert load(tmp_path / "run", device="cpu").opt_state.step.item() == 3
+
+
+def test_what_would_fail_at_the_end_fails_before_the_first_step(run_config, tmp_path):
+    def trained(step):
+        raise AssertionError("a step was done")
+
+    (tmp_path / "run" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoint" / "thesis.txt").write_text("years of work")
+    with pytest.raises(InvalidValue, match="thesis.txt"):
+        _train(run_config, tmp_path / "run", report=Quiet(trained))
+    no_val = dataclasses.replace(run_config, val=(str(tmp_path / "nowhere.bin"),))
+    with pytest.raises(InvalidValue, match="nowhere.bin"):
+        _train(no_val, tmp_path / "other", report=Quiet(trained))
+    bad_lr = dataclasses.replace(TRAIN_CONFIG, warmup=30)
+    with pytest.raises(InvalidValue, match="warmup"):
+        _train(run_config, tmp_path / "other", train_config=bad_lr, report=Quiet(trained))
+
+
+def test_a_run_goes_on_only_from_a_checkpoint_that_can(run_config, tmp_path):
+    done = _train(dataclasses.replace(run_config, steps=2), tmp_path / "run").checkpoint
+    with pytest.raises(InvalidValue, match="has done 2 of 2 steps"):
+        _train(dataclasses.replace(run_config, steps=2), tmp_path / "run", resume=done)
+    save(tmp_path / "weights", done.params, config=CONFIG)
+    weights = load(tmp_path / "weights", device="cpu")
+    with pytest.raises(InvalidValue, match="weights only"):
+        _train(run_config, tmp_path / "run", resume=weights)
+    with pytest.raises(InvalidValue, match="not saved by a run"):
+        resumed(weights)
+    assert resumed(done, steps=50)[0].steps == 50
+
+
+def test_the_schedule_of_a_prolonged_run_is_prolonged(run_config, tmp_path):
+    checkpoint = _train(run_config, tmp_path / "run").checkpoint
+    run, train_config = resumed(checkpoint, steps=30)
+    assert (run.steps, train_config.total) == (30, 30) and run.train == run_config.train
+
+
+def test_the_log_of_a_resumed_run_drops_what_the_crash_left(tmp_path):
+    path = tmp_path / "log.jsonl"
+    lines = [{"step": s, "loss": 3.0 - s} for s in (1, 2, 3)] + [{"step": 2, "val_loss": 0.5}]
+    path.write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 4, "lo')
+    with Log(path, 2, 10, 9, Quiet()) as log:
+        assert (log.train, log.val) == ([(1, 2.0), (2, 1.0)], [(2, 0.5)])
+        log.evaluated(3, 0.25, 7)
+    assert [row["step"] for row in _rows(tmp_path)] == [1, 2, 2, 3]
+    with Log(path, 0, 10, 9, Quiet()):
+        pass
+    assert path.read_text() == ""
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_log(tmp_path):
+    values = dict(loss=math.nan, lr=1e-3, grad_norm=math.inf, loss_scale=2.0**16, skipped=True, n_targets=4)
+    with Log(tmp_path / "log.jsonl", 0, 10, 9, Quiet()) as log:
+        log.step(1, SimpleNamespace(read=lambda: values))
+        assert (log.train, log.skipped_in_a_row) == ([], 1)
+    (row,) = _rows(tmp_path)
+    assert (row["loss"], row["grad_norm"], row["skipped"], row["loss_scale"]) == (None, None, True, 65536.0)
+
+
+def test_plain_lines_are_few_and_end_with_the_last_step(capsys):
+    report = Report()
+    for step in range(1, 1001):
+        report.step(step, 1000, 2.5, 12_345.6, 3725.2)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"step {step}/1000: loss 2.5000, 12,346 tokens/s, 1:02:05 left" for step in (1, 1000)]
+
+
+def test_clock_reads_hours_minutes_seconds():
+    assert [clock(s) for s in (0, 59.6, 3600, 90061, math.nan)] == [
+        "0:00:00",
+        "0:01:00",
+        "1:00:00",
+        "25:01:01",
+        "?",
+    ]
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("steps", 0), ("B", 0), ("micro", -1), ("seed", -1), ("eval_every", -1), ("B", True), ("steps", 2.0)],
+)
+def test_counts_of_a_run_are_checked(field, value):
+    with pytest.raises(InvalidValue, match=f"{field} must be an int"):
+        RunConfig(train=("a",), **{field: value})
