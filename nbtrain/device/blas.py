@@ -26,7 +26,7 @@ _DATA = {
     bfloat16: 14,
 }  # CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF
 _FP32, _FP16 = 68, 64  # CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_16F
-_HIP_FP32, _HIP_FP16 = 0, 2  # hipBLAS under CuPy takes the data type in its place: CUDA_R_32F, CUDA_R_16F
+_HIP_FP32 = 0  # hipBLAS under CuPy takes the data type in its place: CUDA_R_32F
 _DEFAULT_ALGORITHM = -1
 _NO, _YES = 0, 1  # CUBLAS_OP_N, CUBLAS_OP_T
 
@@ -104,14 +104,15 @@ def _gemm(a, b, out, alpha, beta, accumulate, bias):
 
     scalars = np.array([alpha, beta], np.float16 if half else np.float32)
     alpha_at, beta_at = scalars.ctypes.data, scalars.ctypes.data + scalars.itemsize
-    if TARGET == "hip":
-        compute = _HIP_FP16 if half else _HIP_FP32
-        if bfloat16 in (a.dtype, out.dtype):
-            raise InvalidType(
-                "bf16 products abort the process in CuPy's hipBLAS binding. Train in fp16 or fp32 on AMD."
-            )
-    else:
-        compute = _FP16 if half else _FP32
+    step_a, step_b, step_c = (x.strides[0] // x.itemsize for x in (a, b, out))
+    if TARGET == "hip" and (half or bfloat16 in (a.dtype, out.dtype)):
+        # CuPy's hipBLAS binding ends the process on bf16, and always accumulates in fp32 (with fp16 alpha misread).
+        from nbtrain.device.hip import blas
+
+        shape = tb, ta, N, M, K
+        blas.gemm(shape, b, ldb, step_b, a, lda, step_a, out, ldc, step_c, batch, scalars)
+        return
+    compute = _HIP_FP32 if TARGET == "hip" else _FP16 if half else _FP32
     handle = device.get_cublas_handle()
     # cuBLAS is column-major and sees the transposed problem: out.T = b.T @ a.T
     shape = tb, ta, N, M, K, alpha_at
@@ -121,7 +122,6 @@ def _gemm(a, b, out, alpha, beta, accumulate, bias):
             beta_at, out.data.ptr, _DATA[out.dtype], ldc, compute, _DEFAULT_ALGORITHM,
         )  # fmt: skip
     else:
-        step_a, step_b, step_c = (x.strides[0] // x.itemsize for x in (a, b, out))
         cublas.gemmStridedBatchedEx(
             handle, *shape, b.data.ptr, _DATA[b.dtype], ldb, step_b, a.data.ptr, _DATA[a.dtype], lda, step_a,
             beta_at, out.data.ptr, _DATA[out.dtype], ldc, step_c, batch, compute, _DEFAULT_ALGORITHM,

@@ -23,7 +23,7 @@ class Kernel:
 
 def read_kernel(image: bytes) -> Kernel:
     """The only kernel of a code object."""
-    sections = _sections(image)
+    sections = sections_of(image)
     (about,) = _metadata(image, sections)["amdhsa.kernels"]
     return Kernel(
         name=about[".name"],
@@ -39,7 +39,7 @@ def read_kernel(image: bytes) -> Kernel:
     )
 
 
-def _sections(image: bytes):
+def sections_of(image: bytes):
     """(name offset, type, flags, address, offset, size, link, info, alignment, entry size) of each section."""
     if image[:6] != b"\x7fELF\x02\x01":
         raise ValueError(f"expected a little-endian 64-bit ELF file, got one that begins with {image[:6]!r}")

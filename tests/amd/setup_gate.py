@@ -8,6 +8,7 @@ below. The folder is `~/.cache/nbtrain-gate/<hash of the pins>`, or under NBTRAI
     venv/            numba-hip with the LLVM that its bindings bundle, libclang, and zig, whose clang and lld are used
     hiprtc.h         the HIP runtime's device header, which ROCm keeps as a symbol of libhiprtc-builtins
     bitcode/         ROCm's device mathematics, ocml.bc and ockl.bc
+    cupy/            CuPy's ROCm wheel, which imports only over the stubs of rocm_stubs.py
     rocm/            the one folder of a ROCm installation that numba-hip looks for: clang's own headers
     shim/            stand-ins for two compression libraries that the bundled LLVM asks for under ROCm's names
     tmp/             numba-hip's cache of the compiled device header
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-REQUIREMENTS = HERE / "requirements.txt"
+REQUIREMENTS, CUPY = HERE / "requirements.txt", HERE / "cupy_requirements.txt"
 SUITE = "trixie"  # a released Debian: its packages stay as they are
 
 
@@ -102,7 +103,7 @@ class Gate:
 
 def expected_gate() -> Gate:
     """Where the environment for these pins and this Python belongs, whether or not it is there."""
-    pins = hashlib.sha256(Path(__file__).read_bytes() + REQUIREMENTS.read_bytes())
+    pins = hashlib.sha256(Path(__file__).read_bytes() + REQUIREMENTS.read_bytes() + CUPY.read_bytes())
     pins.update(repr(sys.version_info[:2]).encode())
     root = os.environ.get("NBTRAIN_GATE_ROOT") or Path.home() / ".cache" / "nbtrain-gate"
     return Gate(Path(root).expanduser().resolve() / pins.hexdigest()[:16])
@@ -172,13 +173,16 @@ def _run(*command, **options) -> str:
 
 def _install_wheels(gate: Gate):
     venv.create(gate.folder / "venv", with_pip=True)
-    install(gate, REQUIREMENTS)
+    _pip(gate, REQUIREMENTS)
+    _pip(gate, CUPY, "--target", gate.folder / "cupy")
 
 
-def install(gate: Gate, requirements: Path, *options):
-    """Installs pinned wheels into the environment with pip, which checks every hash."""
-    _run(gate.python, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes",
-         "--disable-pip-version-check", "-r", requirements, *options)  # fmt: skip
+def _pip(gate: Gate, requirements: Path, *options):
+    """Installs pinned wheels with pip, which checks every hash."""
+    _run(
+        gate.python, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes",
+        "--disable-pip-version-check", "-r", requirements, *options,
+    )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------

@@ -12,21 +12,9 @@ import pytest
 from tests.amd.code_object import Kernel
 from tests.amd.gate import LDS_LIMIT, broken_rules, kernels_in_ops, measure
 from tests.amd.hipgate import ARCHITECTURES
-from tests.amd.setup_gate import GateUnavailable, find_gate
 
 ROOT = Path(__file__).resolve().parents[2]
 CLEAN = {"scratch": 0, "spills": 0, "lds": LDS_LIMIT, "f64": 0, "calls": 0}
-
-
-@pytest.fixture(scope="module")
-def gate():
-    """The gate's environment. `make gate` builds it; CI does so first, so that there its absence is an error."""
-    try:
-        return find_gate()
-    except GateUnavailable as reason:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(str(reason))
 
 
 @pytest.fixture(scope="module")

@@ -15,16 +15,15 @@ from numba.hip.descriptor import hip_target
 from nbtrain.device.cpu import FASTMATH
 
 ANY = "gfx90a"  # numba-hip wants an architecture while it types and lowers, and does not use it
+MOST_THREADS = 1024
 
 
 class Kernel:
     """A Python function to be compiled as a kernel, once for each signature and architecture."""
 
-    def __init__(self, py_func, max_threads: int, fastmath: bool):
+    def __init__(self, py_func, threads: int, fastmath: bool):
         self.py_func = py_func
-        self.max_threads = max_threads
-        self.fastmath = fastmath
-        self.loaded = {}  # (signature, device) -> function on the GPU, kept by the launcher
+        self.targetoptions = {"threads": threads, "fastmath": fastmath}
 
     def __repr__(self):
         return f"<kernel {self.py_func.__name__}>"
@@ -33,19 +32,23 @@ class Kernel:
 def kernel(*, launch_bounds=None, fastmath: bool = True):
     """Decorates a kernel. `launch_bounds` is threads a block, or (threads, blocks on a multiprocessor)."""
     threads = launch_bounds[0] if isinstance(launch_bounds, tuple) else launch_bounds
-    return lambda py_func: Kernel(py_func, threads or 1024, fastmath)
+    return lambda py_func: Kernel(py_func, threads or MOST_THREADS, fastmath)
 
 
 def device_function(py_func):
     return hip.jit(device=True, fastmath=True)(py_func)
 
 
+def entry_name(kernel: Kernel) -> str:
+    return f"nbtrain_{kernel.py_func.__name__}"
+
+
 @global_compiler_lock
 def compile_for(kernel: Kernel, signature, arch: str) -> bytes:
-    """The code object of a kernel for `arch` (gfx90a, gfx942, gfx1100 …). Its only kernel is named `entry_name(kernel)`."""
+    """The code object of a kernel for `arch` (gfx90a, gfx942, gfx1100 …); it holds one, `entry_name(kernel)`."""
     library = _lowered(kernel, tuple(signature))
-    # numba-hip adds a target to each function and never takes one away: one with two is not inlined, so its stack and
-    # its shared memory are not counted in the kernel.
+    # numba-hip adds a target to each function and never takes one away: one with two is not inlined, so its stack
+    # and its shared memory are not counted in the kernel.
     for function in (f for module in library.modules for f in module.functions):
         for attribute in [a for a in function.attributes if a.startswith('"target-')]:
             function.attributes.discard(attribute)
@@ -55,33 +58,23 @@ def compile_for(kernel: Kernel, signature, arch: str) -> bytes:
 @functools.lru_cache(maxsize=1)
 def _lowered(kernel: Kernel, signature):
     """The LLVM modules of a kernel and its device functions, the same for every architecture."""
-    result = _compile(kernel.py_func, types.void, signature, fastmath=kernel.fastmath, amdgpu_arch=ANY)
+    options = kernel.targetoptions
+    result = _compile(kernel.py_func, types.void, signature, fastmath=options["fastmath"], amdgpu_arch=ANY)
     code = kernel.py_func.__code__
     library, wrapper = result.target_context.prepare_hip_kernel(
         result.library, result.fndesc, False, False, {"opt": 3}, code.co_filename, code.co_firstlineno,
         name=entry_name(kernel),
     )  # fmt: skip
-    # The registers that a thread may use follow from the largest block; without this it is 1024 threads.
-    # llvmlite's set of attributes refuses names that it does not know; numba-hip adds its own in the same way.
-    set.add(wrapper.attributes, f'"amdgpu-flat-work-group-size"="1,{kernel.max_threads}"')
+    # The registers that a thread may use follow from the largest block; without this it is 1024 threads. llvmlite
+    # refuses attributes that it does not know; numba-hip adds its own in the same way.
+    set.add(wrapper.attributes, f'"amdgpu-flat-work-group-size"="1,{options["threads"]}"')
     return library
 
 
-def entry_name(kernel: Kernel) -> str:
-    return f"nbtrain_{kernel.py_func.__name__}"
-
-
 def _compile(
-    py_func,
-    return_type,
-    args,
-    debug=False,
-    lineinfo=False,
-    inline=False,
-    fastmath=False,
-    options=None,
+    py_func, return_type, args, debug=False, lineinfo=False, inline=False, fastmath=False, options=None,
     amdgpu_arch=None,
-):
+):  # fmt: skip
     """numba.hip.compiler.compile_hip, but fast mathematics never assume that there is no NaN and no infinity."""
     flags = HIPFlags()
     flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
