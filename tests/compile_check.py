@@ -47,19 +47,30 @@ def assemble(ptx: str, arch: str) -> dict:
         "stack": number(r"(\d+) bytes stack frame"),
         "spill": number(r"(\d+) bytes spill"),
         "f64": len(re.findall(r"\.f64\s", ptx)),
+        "serialized": len(re.findall(r"serialized", result.stderr)),  # wgmma that ptxas had to wait for
     }
 
 
-def main(arch: str, only: str = "") -> int:
+def calls(arch: str, only: str):
+    """What there is to compile for `arch`: every operator's kernels, and those that only some architectures can run."""
     from nbtrain.device import FLOATS
-    from nbtrain.device.nvidia import compile_for
     from tests.kernel_calls import record
+    from tests.nvidia.flash_calls import record as record_flash
 
-    cc = int(arch[:-1]), int(arch[-1])
+    dtypes = DTYPES_BEFORE_AMPERE if int(arch.rstrip("a")) < 80 else tuple(FLOATS)
+    found = [] if arch.endswith("a") else record(only, dtypes)
+    return found + (record_flash(arch) if arch in ("80", "90a") and only in "flash" else [])
+
+
+def main(arch: str, only: str = "") -> int:
+    from nbtrain.device.nvidia import compile_for
+
+    digits = arch.rstrip("a")
+    cc = int(digits[:-1]), int(digits[-1])
     failures = 0
     with ThreadPoolExecutor(2) as pool:  # ptxas runs beside the next kernel's compilation
         jobs = []
-        for kernel, types, _, _ in record(only, DTYPES_BEFORE_AMPERE if cc < (8, 0) else tuple(FLOATS)):
+        for kernel, types, _, _ in calls(arch, only):
             name = kernel.py_func.__name__
             storage = "/".join(dict.fromkeys(str(t.dtype) for t in types if hasattr(t, "dtype")))
             jobs.append((name, storage, pool.submit(assemble, compile_for(kernel, types, cc), f"sm_{arch}")))
@@ -67,7 +78,11 @@ def main(arch: str, only: str = "") -> int:
             try:
                 row = job.result()
                 allowed = ALLOWED.get((name, f"sm_{arch}"), {})
-                bad = [rule for rule in ("f64", "stack", "spill") if row[rule] > allowed.get(rule, 0)]
+                bad = [
+                    rule
+                    for rule in ("f64", "stack", "spill", "serialized")
+                    if row[rule] > allowed.get(rule, 0)
+                ]
             except RuntimeError as error:
                 row, bad = {"ptxas": str(error)}, ["ptxas"]
             failures += bool(bad)

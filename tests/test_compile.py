@@ -7,7 +7,7 @@ import pytest
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("arch", ["80", "90"])
+@pytest.mark.parametrize("arch", ["80", "90", "90a"])
 def test_kernels_compile_without_fp64_stack_or_spills(arch):
     result = subprocess.run([sys.executable, "-m", "tests.compile_check", arch], capture_output=True, text=True)
     print(result.stdout)

@@ -39,8 +39,11 @@ _lock = threading.Lock()
 class _Prepared:
     """A loaded kernel and the memory that holds its parameters; every parameter has a slot of 8 bytes."""
 
-    def __init__(self, function, signature):
+    def __init__(self, function, signature, shared_bytes):
         self.function = function  # keeps the module alive
+        self.shared_bytes = shared_bytes
+        if shared_bytes > 48 * 1024:  # more than every kernel may have must be asked for
+            function.max_dynamic_shared_size_bytes = shared_bytes
         slots, self.fields = 0, []
         for entry in signature:
             if entry in _ARRAYS:
@@ -90,7 +93,7 @@ def make_launch(compile_binary, architecture):
         )
         module = function.Module()
         module.load(binary)
-        return _Prepared(module.get_function(entry), signature)
+        return _Prepared(module.get_function(entry), signature, getattr(compiled, "shared_bytes", 0))
 
     def launch(compiled, grid, block, args):
         from cupy.cuda import runtime
@@ -106,7 +109,8 @@ def make_launch(compile_binary, architecture):
                 kernel = prepared[key] = prepare(compiled, signature)
             kernel.fill(args)
             launch_kernel(
-                kernel.function.ptr, *grid, *block, 0, current_stream().ptr, ctypes.addressof(kernel.pointers), 0
-            )
+                kernel.function.ptr, *grid, *block, kernel.shared_bytes, current_stream().ptr,
+                ctypes.addressof(kernel.pointers), 0,
+            )  # fmt: skip
 
     return launch

@@ -57,7 +57,12 @@ class Warp:
 
     def __init__(self, block: Block, warp: int):
         self.block, self.warp = block, warp
-        self.storage, self.arch, self.memory, self.shared_memory = block.storage, block.arch, block.memory, block.shared
+        self.storage, self.arch, self.memory, self.shared_memory = (
+            block.storage,
+            block.arch,
+            block.memory,
+            block.shared,
+        )
 
     # -- integers and fp32
 
@@ -90,7 +95,12 @@ class Warp:
         return np.broadcast_to(a, 32)[LANES ^ mask]
 
     def _to_bits(self, x):
-        return np.broadcast_to(np.asarray(x, np.float32), 32).astype(self.storage).view(np.uint16).astype(np.uint32)
+        return (
+            np.broadcast_to(np.asarray(x, np.float32), 32)
+            .astype(self.storage)
+            .view(np.uint16)
+            .astype(np.uint32)
+        )
 
     def _from_bits(self, bits):
         return bits.astype(np.uint16).view(self.storage).astype(np.float32)
@@ -127,7 +137,9 @@ class Warp:
         for m in range(4):
             rows = address[8 * m : 8 * m + 8]
             assert len(set((rows // 16 % 8).tolist())) == 8, "ldmatrix: bank conflict"
-            matrix = np.stack([self.shared_memory[r : r + 16].view(np.uint16) for r in rows]).astype(np.uint32)
+            matrix = np.stack([self.shared_memory[r : r + 16].view(np.uint16) for r in rows]).astype(
+                np.uint32
+            )
             matrix = matrix.T if transposed else matrix
             words.append(matrix[ROW, PAIR] | matrix[ROW, PAIR + 1] << 16)
         return words
@@ -135,7 +147,9 @@ class Warp:
     def _a_matrix(self, registers):
         a = np.zeros((16, 16), np.float32)
         for i, word in enumerate(registers):
-            a[ROW + 8 * (i & 1), PAIR + 8 * (i >> 1)], a[ROW + 8 * (i & 1), PAIR + 8 * (i >> 1) + 1] = self.unpack(word)
+            a[ROW + 8 * (i & 1), PAIR + 8 * (i >> 1)], a[ROW + 8 * (i & 1), PAIR + 8 * (i >> 1) + 1] = (
+                self.unpack(word)
+            )
         return a
 
     def mma(self, c, a, b):
@@ -253,7 +267,9 @@ class Warp:
     def barrier_wait(self, address, parity):
         block = self.block
         with block.changed:
-            assert block.changed.wait_for(lambda: not block.phases or block.phases[address][2] & 1 != parity, 60), "hang"
+            assert block.changed.wait_for(
+                lambda: not block.phases or block.phases[address][2] & 1 != parity, 60
+            ), "hang"
         if not block.phases:
             raise threading.BrokenBarrierError
 
@@ -298,7 +314,9 @@ class WarpTiles:
                     assert count is None or len(value) == count, (routine.__name__, count, len(value))
                 values = [list(v) if count else v for (_, count), v in zip(arguments, values, strict=True)]
                 result = routine(_current.warp, *values)
-                for (_, count), value in zip(results, [result] if len(results) == 1 else result or (), strict=True):
+                for (_, count), value in zip(
+                    results, [result] if len(results) == 1 else result or (), strict=True
+                ):
                     assert count is None or len(value) == count, (routine.__name__, count, len(value))
                 return result
 

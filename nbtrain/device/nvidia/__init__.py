@@ -28,9 +28,19 @@ __all__ = [
 device_function = cuda.jit(device=True, fastmath=True)
 
 
-def kernel(*, launch_bounds=None, fastmath: bool = True):
-    """Decorates a kernel. `launch_bounds` is threads a block, or (threads, blocks on a multiprocessor)."""
-    return cuda.jit(launch_bounds=launch_bounds, fastmath=fastmath)
+def kernel(*, launch_bounds=None, fastmath: bool = True, shared_bytes: int = 0, one_architecture: bool = False):
+    """Decorates a kernel. `launch_bounds` is threads a block, or (threads, blocks on a multiprocessor).
+
+    `shared_bytes` of dynamic shared memory come with every launch. `one_architecture`: the kernel uses what only the
+    architecture that it is compiled for has, and later ones have not (wgmma on sm_90a).
+    """
+
+    def decorate(function):
+        compiled = cuda.jit(launch_bounds=launch_bounds, fastmath=fastmath)(function)
+        compiled.shared_bytes, compiled.one_architecture = shared_bytes, one_architecture
+        return compiled
+
+    return decorate
 
 
 def compile_for(compiled, signature, cc: tuple[int, int]) -> str:
@@ -50,7 +60,7 @@ def compile_for(compiled, signature, cc: tuple[int, int]) -> str:
     text, _ = cuda.compile(
         compiled.py_func,
         types.void(*signature),
-        cc=cc,
+        cc=(*cc, "a") if compiled.one_architecture else cc,
         device=False,
         abi="numba",
         output="ptx",

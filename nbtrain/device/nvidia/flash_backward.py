@@ -36,7 +36,13 @@ def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False):
     KS, NS, NO = D // 16, BN // 2, D // 2
     q_panel, kv_panel = BM * ROW_BYTES, BN * ROW_BYTES
     wgmma = tiles.arch >= 90
-    address, thread, block, uniform, udiv = tiles.address, tiles.thread, tiles.block, tiles.uniform, tiles.udiv
+    address, thread, block, uniform, udiv = (
+        tiles.address,
+        tiles.thread,
+        tiles.block,
+        tiles.uniform,
+        tiles.udiv,
+    )
     sync, arrived = tiles.sync, tiles.arrived
 
     @tiles.op("-> i32")
@@ -83,7 +89,9 @@ def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False):
             total = e.fadd(total, e.shuffle_xor(total, 1))
             total = e.fadd(total, e.shuffle_xor(total, 2))
             delta = e.fsub(e.f(0.0), total)
-            score = e.fmul(e.load_global_f(lse, half * 32, None if whole else (left, half * 8)), minus_inverse_scale)
+            score = e.fmul(
+                e.load_global_f(lse, half * 32, None if whole else (left, half * 8)), minus_inverse_scale
+            )
             if not whole:
                 score = e.select_ge(left, half * 8 + 1, score, e.f(NEGATIVE_INFINITY))
             e.store_global_f(nl, half * 32, score)
@@ -119,7 +127,9 @@ def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False):
     def store(e, acc, scale, shared, target, step, left):
         store_tile(e, acc, [scale, scale], shared, q_panel, target, step, left, D, whole)
 
-    def flash_backward_dq(qkv, out, dout, lse, stats, dqkv, T, padded, H, heads, group, sl, scale, minus_inverse_scale):
+    def flash_backward_dq(
+        qkv, out, dout, lse, stats, dqkv, T, padded, H, heads, group, sl, scale, minus_inverse_scale
+    ):
         blocks = udiv(T + (BM - 1), BM)
         bh, j = place(block(), heads, blocks, group)
         b = udiv(bh, H)
@@ -139,7 +149,15 @@ def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False):
         dout_head = address(dout) + (b * T + q0) * orow + h * (2 * D)
         sm = shared()
         target = sm + row * ROW_BYTES + ((chunk ^ (row & 7)) << 4)
-        copy_q(target, source + q0 * stride, step, dout_head + row * orow + chunk * 16, orow * STRIDE, T - q0 - row, chunk)
+        copy_q(
+            target,
+            source + q0 * stride,
+            step,
+            dout_head + row * orow + chunk * 16,
+            orow * STRIDE,
+            T - q0 - row,
+            chunk,
+        )
         copy_kv(target + KV0, k_source, v_source, step, T - row, chunk)
 
         g0 = q0 + (warp >> 2) * 64
@@ -163,7 +181,14 @@ def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False):
             sync()
             if k0 + BN < last:
                 off = (k0 + BN) * stride
-                copy_kv(target + KV0 + (STAGE - stage), k_source + off, v_source + off, step, T - k0 - BN - row, chunk)
+                copy_kv(
+                    target + KV0 + (STAGE - stage),
+                    k_source + off,
+                    v_source + off,
+                    step,
+                    T - k0 - BN - row,
+                    chunk,
+                )
             if k0 <= g0 + 63:
                 k = sm + KV0 + stage
                 s, dp = scores_and_dp(q, k, q + QB, k + KV, nd)
@@ -189,7 +214,13 @@ def dkv_body(tiles, D: int, W: int = 1, whole: bool = False):
     KS, NS, NO = D // 16, BQ // 2, D // 2
     k_panel, q_panel = BK * ROW_BYTES, BQ * ROW_BYTES
     wgmma = tiles.arch >= 90
-    address, thread, block, uniform, udiv = tiles.address, tiles.thread, tiles.block, tiles.uniform, tiles.udiv
+    address, thread, block, uniform, udiv = (
+        tiles.address,
+        tiles.thread,
+        tiles.block,
+        tiles.uniform,
+        tiles.udiv,
+    )
     sync, arrived = tiles.sync, tiles.arrived
 
     @tiles.op("-> i32")
@@ -306,7 +337,9 @@ def dkv_body(tiles, D: int, W: int = 1, whole: bool = False):
                 )  # fmt: skip
             if q0 + 63 >= g0:
                 q = sm + ST0 + stage
-                s, dp = scores_and_dp(k, q, k + KB, q + QB, sm + STATS + (0 if stage == 0 else 512) + (lane & 3) * 8)
+                s, dp = scores_and_dp(
+                    k, q, k + KB, q + QB, sm + STATS + (0 if stage == 0 else 512) + (lane & 3) * 8
+                )
                 p = probabilities(s, sl)
                 if q0 < g0 + 63:
                     p = mask(p, diff + q0)

@@ -116,7 +116,13 @@ def forward_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False, q
     shared, place, query, begin, scores, mask, softmax, weigh, finish = _routines(
         tiles, D, W, BN, whole, q_in_registers, "flash_forward_shared"
     )
-    address, thread, block, uniform, udiv = tiles.address, tiles.thread, tiles.block, tiles.uniform, tiles.udiv
+    address, thread, block, uniform, udiv = (
+        tiles.address,
+        tiles.thread,
+        tiles.block,
+        tiles.uniform,
+        tiles.udiv,
+    )
     sync, commit, arrived = tiles.sync, tiles.commit, tiles.arrived
 
     @tiles.op("i32, i64, i64, i32, i32")
@@ -172,7 +178,14 @@ def forward_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False, q
             sync()
             if k0 + BN < last:
                 off = (k0 + BN) * stride
-                copy_kv(target + Q + (STAGE - stage), k_source + off, v_source + off, step, T - k0 - BN - row, chunk)
+                copy_kv(
+                    target + Q + (STAGE - stage),
+                    k_source + off,
+                    v_source + off,
+                    step,
+                    T - k0 - BN - row,
+                    chunk,
+                )
             if k0 <= g0 + 63:
                 s = scores(q, sm + Q + stage)
                 if k0 + (BN - 1) > g0:
@@ -193,7 +206,14 @@ def forward_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False, q
 
 
 def pipelined_body(
-    tiles, D: int, W: int = 2, BN: int = 64, stages: int = 3, whole: bool = False, q_in_registers: bool = False, overlap: bool = False
+    tiles,
+    D: int,
+    W: int = 2,
+    BN: int = 64,
+    stages: int = 3,
+    whole: bool = False,
+    q_in_registers: bool = False,
+    overlap: bool = False,
 ):
     """`forward_body` with a warp that copies. `overlap`: the next scores are multiplied while P V is."""
     assert stages >= 2 and (W - 1) * 64 <= stages * BN  # a warpgroup that needs no more tiles frees none

@@ -152,7 +152,10 @@ class Emitter:
     def unpack(self, word):
         if self.storage == "bf16":
             high = self.builder.and_(word, ir.Constant(I32, 0xFFFF0000))
-            return [self.builder.bitcast(self.builder.shl(word, self.i(16)), F32), self.builder.bitcast(high, F32)]
+            return [
+                self.builder.bitcast(self.builder.shl(word, self.i(16)), F32),
+                self.builder.bitcast(high, F32),
+            ]
         text = "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; }"
         return self.asm([F32, F32], text, "=f,=f,r", [word])
 
@@ -272,7 +275,9 @@ class Emitter:
         return self.asm([I32] * 4, text, "=r,=r,=r,=r,r,~{memory}", [address], True)
 
     def load_shared_f2(self, address, offset: int):
-        return self.asm([F32] * 2, f"ld.shared.v2.f32 {{$0,$1}}, [$2+{offset}];", "=f,=f,r,~{memory}", [address], True)
+        return self.asm(
+            [F32] * 2, f"ld.shared.v2.f32 {{$0,$1}}, [$2+{offset}];", "=f,=f,r,~{memory}", [address], True
+        )
 
     # -- global memory; `if_gt` = (x, bound): only where x > bound, a Python int
 
@@ -301,13 +306,21 @@ class Emitter:
         text = f"st.global.v4.b32 [$0+{offset}], {{$1,$2,$3,$4}};"
         values, constraints = [address, *words], "l,r,r,r,r"
         if if_gt is not None:
-            text, values, constraints = self._guard(text, 5, if_gt[1]), [*values, if_gt[0]], constraints + ",r"
+            text, values, constraints = (
+                self._guard(text, 5, if_gt[1]),
+                [*values, if_gt[0]],
+                constraints + ",r",
+            )
         self.asm(None, text, constraints + ",~{memory}", values, True)
 
     def store_global_f(self, address, offset: int, x, if_gt=None):
         text, values, constraints = f"st.global.f32 [$0+{offset}], $1;", [address, x], "l,f"
         if if_gt is not None:
-            text, values, constraints = self._guard(text, 2, if_gt[1]), [*values, if_gt[0]], constraints + ",r"
+            text, values, constraints = (
+                self._guard(text, 2, if_gt[1]),
+                [*values, if_gt[0]],
+                constraints + ",r",
+            )
         self.asm(None, text, constraints + ",~{memory}", values, True)
 
     # -- asynchronous copies, global to shared
@@ -347,7 +360,9 @@ class Emitter:
         self.asm(None, "bar.sync $0, 128;", "r,~{memory}", [barrier], True, True)
 
     def barrier_init(self, address, offset: int, count: int):
-        self.asm(None, f"mbarrier.init.shared::cta.b64 [$0+{offset}], {count};", "r,~{memory}", [address], True)
+        self.asm(
+            None, f"mbarrier.init.shared::cta.b64 [$0+{offset}], {count};", "r,~{memory}", [address], True
+        )
 
     def barrier_wait(self, address, parity):
         """Until the phase of this parity is over; a barrier begins as if one of parity 1 were."""

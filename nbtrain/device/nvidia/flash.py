@@ -1,0 +1,216 @@
+"""Flash attention on tensor cores (Dao, 2023): causal, forward and backward, without the (T, T) matrix in memory.
+
+    y = softmax(sm_scale Q K^T) V,   lse = log(sum(exp(sm_scale Q K^T)))      each query sees the keys up to itself
+
+qkv (B, T, 3C) holds q, k and v one after the other, each with its H heads of D columns side by side, as the QKV product leaves
+them; y (B, T, C); lse (B, H, T) fp32, natural logarithm. fp16 and bf16 storage, fp32 accumulation and statistics; P and dS are
+rounded to storage before they are multiplied. Any T. No float atomics: every run gives the same bits.
+
+The same kernels multiply by wgmma where the GPU has it (compute capability 9.0) and by mma.sync from 8.0 on.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from nbtrain.device.arrays import aligned, array_module, bfloat16, expect
+from nbtrain.device.launching import launch
+from nbtrain.device.nvidia import kernel
+from nbtrain.device.nvidia.flash_backward import STATS_ROWS, dkv_body, dq_body
+from nbtrain.device.nvidia.flash_forward import forward_body, pipelined_body
+from nbtrain.device.nvidia.ptx import Tiles
+from nbtrain.errors import InvalidValue
+
+HEAD_DIMS = (32, 64, 80, 96, 128)
+LOG2E = math.log2(math.e)
+_STORAGE = {np.dtype(np.float16): "f16", bfloat16: "bf16"}
+WGMMA, MMA = 90, 80
+
+
+class Config(NamedTuple):
+    """How a kernel is cut: warpgroups a block, columns of the tile that it loops over, blocks on a multiprocessor."""
+
+    warpgroups: int
+    tile: int = 64
+    blocks: int = 1
+    stages: int = 0  # of the pipeline, where a warp of its own copies; 0: every thread copies
+    q_in_registers: bool = False
+    overlap: bool = False  # of two products, in the pipeline
+    ragged_blocks: int = (
+        0  # blocks on a multiprocessor where the last tile is cut, which takes more registers; 0: as many
+    )
+
+
+# By instruction set, then by the largest head dimension that they suit.
+FORWARD = {
+    WGMMA: {64: Config(2, 64, 2), 96: Config(1, 64, 2), 128: Config(1, 64, 2)},
+    MMA: {64: Config(1, 64, 3), 96: Config(1, 64, 2), 128: Config(1, 64, 1)},
+}
+BACKWARD_DQ = {
+    WGMMA: {64: Config(1, 64, 4), 96: Config(1, 64, 2), 128: Config(1, 64, 2)},
+    MMA: {64: Config(1, 64, 2), 96: Config(1, 64, 2), 128: Config(1, 64, 1)},
+}
+BACKWARD_DKV = {
+    WGMMA: {64: Config(1, 64, 3, ragged_blocks=2), 96: Config(1, 64, 2), 128: Config(1, 64, 2)},
+    MMA: {64: Config(1, 64, 2), 96: Config(1, 64, 2), 128: Config(1, 64, 1)},
+}
+# The heads whose blocks run together are as many as have this much of what they read again and again (K and V; Q and dO).
+GROUP_BYTES = 16 << 20
+
+
+def supported(dtype, D: int, dropout: float, capability: tuple[int, int]) -> str | None:
+    """None where these kernels can do the job, else the reason why not."""
+    if dtype not in _STORAGE:
+        return f"fused attention takes fp16 and bf16, not {dtype}"
+    if D not in HEAD_DIMS:
+        return f"fused attention takes head dimensions {', '.join(map(str, HEAD_DIMS))}, not {D}"
+    if dropout:
+        return "fused attention has no dropout"
+    if capability < (8, 0):
+        return f"fused attention needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+    return None
+
+
+def instruction_set(capability: tuple[int, int]) -> int:
+    """wgmma belongs to 9.0 alone; 10.0 and later dropped it again."""
+    return WGMMA if capability == (9, 0) else MMA
+
+
+@functools.cache
+def device_capability(device: int) -> tuple[int, int]:
+    from cupy.cuda import Device
+
+    text = Device(device).compute_capability  # "90"
+    return int(text[:-1]), int(text[-1])
+
+
+def current_instruction_set() -> int:
+    from cupy.cuda import runtime
+
+    return instruction_set(device_capability(runtime.getDevice()))
+
+
+def _suited(table, arch, D) -> Config:
+    return next(config for largest, config in table[arch].items() if D <= largest)
+
+
+def _compiled(body, storage, arch, D, config: Config, **options):
+    function, threads, shared_bytes = body(Tiles(storage, arch), D, W=config.warpgroups, **options)
+    decorate = kernel(
+        launch_bounds=(threads, config.blocks if options["whole"] else config.ragged_blocks or config.blocks),
+        fastmath=False,  # infinities mark what is masked
+        shared_bytes=shared_bytes,
+        one_architecture=arch == WGMMA,
+    )
+    return decorate(function), threads
+
+
+@functools.cache
+def forward_kernel(storage: str, arch: int, D: int, config: Config, whole: bool):
+    options = {"BN": config.tile, "whole": whole, "q_in_registers": config.q_in_registers}
+    if config.stages:
+        options |= {"stages": config.stages, "overlap": config.overlap}
+    return _compiled(pipelined_body if config.stages else forward_body, storage, arch, D, config, **options)
+
+
+@functools.cache
+def dq_kernel(storage: str, arch: int, D: int, config: Config, whole: bool):
+    return _compiled(dq_body, storage, arch, D, config, BN=config.tile, whole=whole)
+
+
+@functools.cache
+def dkv_kernel(storage: str, arch: int, D: int, config: Config, whole: bool):
+    return _compiled(dkv_body, storage, arch, D, config, whole=whole)
+
+
+def _group(heads: int, T: int, D: int, group_bytes: int | None) -> int:
+    per_head = T * D * 4  # two 16-bit tensors
+    return max(1, min(heads, (GROUP_BYTES if group_bytes is None else group_bytes) // per_head))
+
+
+def stats_shape(B: int, T: int, H: int) -> tuple[int, int, int]:
+    """Of the fp32 array that the backward pass works in."""
+    return 2, B * H, -(-T // STATS_ROWS) * STATS_ROWS
+
+
+def flash_forward(
+    qkv, H: int, sm_scale: float, out, lse, *, arch=None, config=None, group_bytes=None
+) -> None:
+    """Writes y to `out` and `lse`. See the module for shapes; `arch`, `config` and `group_bytes` override what is chosen."""
+    B, T, C, D = _check(
+        "flash_forward", "qkv (B, T, C3), out (B, T, C), lse (B, H, T) fp32", H, qkv, out, lse
+    )
+    arch = arch or current_instruction_set()
+    config = config or _suited(FORWARD, arch, D)
+    rows, heads = 64 * config.warpgroups, B * H
+    whole = T % rows == 0 and T % config.tile == 0
+    compiled, threads = forward_kernel(_STORAGE[qkv.dtype], arch, D, config, whole)
+    launch(
+        compiled, heads * -(-T // rows), threads,
+        qkv, out, lse, T, H, heads, _group(heads, T, D, group_bytes), np.float32(sm_scale * LOG2E),
+    )  # fmt: skip
+
+
+def flash_backward(
+    dout,
+    qkv,
+    out,
+    lse,
+    H: int,
+    sm_scale: float,
+    dqkv,
+    *,
+    stats=None,
+    arch=None,
+    dq=None,
+    dkv=None,
+    group_bytes=None,
+) -> None:
+    """Writes the gradient to `dqkv`, given the `out` and `lse` of `flash_forward`.
+
+    `stats` is working memory of `stats_shape`; `arch`, `dq`, `dkv` and `group_bytes` override what is chosen.
+    """
+    B, T, C, D = _check(
+        "flash_backward",
+        "qkv (B, T, C3), out (B, T, C), lse (B, H, T) fp32, dout (B, T, C), dqkv (B, T, C3)",
+        H, qkv, out, lse, dout, dqkv,
+    )  # fmt: skip
+    shape = stats_shape(B, T, H)
+    if stats is None:
+        stats = array_module(qkv).empty(shape, np.float32)
+    expect("flash_backward", f"stats {shape} fp32", stats)
+    arch, heads, storage = arch or current_instruction_set(), B * H, _STORAGE[qkv.dtype]
+    sl, scale, group = np.float32(sm_scale * LOG2E), np.float32(sm_scale), _group(heads, T, D, group_bytes)
+
+    config = dq or _suited(BACKWARD_DQ, arch, D)
+    rows = 64 * config.warpgroups
+    compiled, threads = dq_kernel(storage, arch, D, config, T % rows == 0 and T % config.tile == 0)
+    launch(
+        compiled, heads * -(-T // rows), threads,
+        qkv, out, dout, lse, stats, dqkv, T, shape[2], H, heads, group, sl, scale, np.float32(-1 / sm_scale),
+    )  # fmt: skip
+    config = dkv or _suited(BACKWARD_DKV, arch, D)
+    rows = 64 * config.warpgroups
+    compiled, threads = dkv_kernel(storage, arch, D, config, T % rows == 0)
+    launch(
+        compiled, heads * -(-T // rows), threads,
+        qkv, dout, stats, dqkv, T, shape[2], H, heads, group, sl, scale, np.float32(1),
+    )  # fmt: skip
+
+
+def _check(op, spec, H, qkv, *others):
+    B, T, C3, C, heads = expect(op, spec, qkv, *others, hint="qkv is the QKV product, (B, T, 3C).")
+    reason = (
+        supported(qkv.dtype, C // H, 0.0, (9, 0))
+        if C3 == 3 * C and C % H == 0 and heads == H
+        else "3C, C and H do not fit"
+    )
+    if not reason and not aligned(8, qkv, *others):
+        reason = "an array does not begin at a multiple of 16 bytes"
+    if reason:
+        raise InvalidValue(
+            f"{op} expects {spec} with C = H * D; got H = {H}, qkv {qkv.shape}: {reason}. Use the portable path."
+        )
+    return B, T, C, C // H
