@@ -15,17 +15,24 @@ import tempfile
 
 import numpy as np
 
-from nbtrain.config import TrainConfig
-from nbtrain.data import batches
+import nbtrain as nb
 from nbtrain.device.place import resolve_device, to_device
-from nbtrain.ops.cross_entropy import cross_entropy_forward_backward, sum_losses
-from nbtrain.ops.embedding import embedding_backward, embedding_forward
-from nbtrain.ops.gelu import gelu_backward, gelu_forward
-from nbtrain.ops.layernorm import layernorm_backward, layernorm_forward
-from nbtrain.ops.linear import linear_backward, linear_forward, matmul
+from nbtrain.ops import (
+    cross_entropy_forward_backward,
+    embedding_backward,
+    embedding_forward,
+    gelu_backward,
+    gelu_forward,
+    layernorm_backward,
+    layernorm_forward,
+    linear_backward,
+    linear_forward,
+    matmul,
+    sum_losses,
+)
 from nbtrain.text import prepare_text, shakespeare_text
 from nbtrain.tokenizer import ByteTokenizer
-from nbtrain.train import donate, init_opt_state, make_train_step
+from nbtrain.train import init_opt_state
 from nbtrain.tree import Layout, Tree
 
 V, T, C = 256, 32, 64  # bytes, positions, channels
@@ -81,10 +88,10 @@ def main(args=None):
 
     params = init_params(device=device)
     opt_state = init_opt_state(params)
-    train_step = donate(make_train_step(loss_and_grads, TrainConfig(lr=3e-3)))
+    train_step = nb.donate(nb.make_train_step(loss_and_grads, nb.TrainConfig(lr=3e-3)))
     with tempfile.TemporaryDirectory() as folder:
         data = prepare_text(shakespeare_text(), folder, ByteTokenizer())
-        with batches(data.train, B=32, T=T, seed=0, device=device) as source:
+        with nb.batches(data.train, B=32, T=T, seed=0, device=device) as source:
             for step in range(1, options.steps + 1):
                 params, opt_state, metrics = train_step(params, opt_state, next(source))
                 if step % 100 == 0 or step == options.steps:

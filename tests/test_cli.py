@@ -1,3 +1,4 @@
+import importlib
 import os
 import re
 import signal
@@ -248,7 +249,7 @@ def test_the_first_interrupt_saves_and_the_run_goes_on(nb, tmp_path):
         *TINY,
     ]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process = subprocess.Popen(command + ["--steps", "1000000"], **pipes)
+    process = subprocess.Popen(command + ["--steps", "1000000", "--warmup", "0"], **pipes)
     log, until = tmp_path / "run" / "log.jsonl", time.monotonic() + 250
     while not (log.exists() and log.read_text().count("\n") >= 3) and process.poll() is None:
         assert time.monotonic() < until
@@ -328,7 +329,8 @@ def test_bytes_are_printed_when_their_character_is_whole(nb, tmp_path, monkeypat
     config = GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=256)
     save(tmp_path / "a", init_params(config)[0], config=config, tokenizer=ByteTokenizer())
     written = "é€".encode() + b"\xff" + "🙂x".encode() + b"\xe2"  # the last one is cut
-    monkeypatch.setattr("nbtrain.generate.generate_stream", lambda *args, **options: iter(written))
+    module = importlib.import_module("nbtrain.generate")  # nbtrain.generate is the function
+    monkeypatch.setattr(module, "generate_stream", lambda *args, **options: iter(written))
     assert nb("sample", tmp_path / "a", "--device", "cpu")[1] == "é€\ufffd🙂x\ufffd\n"
 
 

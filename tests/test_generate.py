@@ -1,7 +1,8 @@
+import importlib
+
 import numpy as np
 import pytest
 
-import nbtrain.generate
 from nbtrain.config import GPTConfig
 from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.generate import choose, generate, generate_stream
@@ -54,7 +55,8 @@ def test_only_the_last_block_size_tokens_count():
 def test_the_padding_of_windows_is_never_seen(monkeypatch):
     params = _params()
     padded = generate(params, CONFIG, [5], max_new_tokens=12, temperature=0)
-    monkeypatch.setattr(nbtrain.generate, "WINDOW_STEP", 1)
+    module = importlib.import_module("nbtrain.generate")  # nbtrain.generate is the function
+    monkeypatch.setattr(module, "WINDOW_STEP", 1)
     assert (generate(params, CONFIG, [5], max_new_tokens=12, temperature=0) == padded).all()
 
 

@@ -1,0 +1,77 @@
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nbtrain.batch import Batch
+from nbtrain.checkpoint import load
+from nbtrain.config import TrainConfig
+from nbtrain.train import init_opt_state, make_train_step
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(scope="module")
+def custom():
+    spec = importlib.util.spec_from_file_location("custom_loss", EXAMPLES / "custom_loss.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_shakespeare_example_trains_saves_and_writes(tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 60)
+    command = [sys.executable, EXAMPLES / "train_shakespeare.py", "--text", tmp_path / "text.txt"]
+    options = ["--steps", "8", "--batch-size", "4", "--device", "cpu", "--out", tmp_path / "run"]
+    done = subprocess.run(command + options, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("step 8: loss ") and lines[1].startswith("validation loss ")
+    assert lines[1].endswith("over 269 tokens")
+    assert lines[2] == "the quick brown fox jumps over the lazy dog." and len(done.stdout) > 300
+    assert load(tmp_path / "run", device="cpu").opt_state.step.item() == 8
+
+
+def _batch(custom, seed=0, A=1, B=4):
+    """Tokens that follow each other: each is predictable from the one before."""
+    first = np.random.default_rng(seed).integers(0, 256, (A, B, 1))
+    ids = (first + 3 * np.arange(custom.T + 1)) % 256
+    return Batch.of(ids[..., :-1], ids[..., 1:])
+
+
+def test_the_custom_gradients_are_those_of_the_custom_loss(custom):
+    params, grads = custom.init_params(), custom.init_params()
+    grads.buffer[...] = np.nan  # whatever is not written is seen
+    micro = Batch(*(x[0] for x in _batch(custom)))
+    scale = np.array([2.0], np.float32)
+    custom.loss_and_grads(params, micro, loss_scale=scale, rng=None, out=grads)
+    scratch, rng = params.like(), np.random.default_rng(1)
+
+    def loss():
+        return float(custom.loss_and_grads(params, micro, loss_scale=scale, rng=None, out=scratch)[0])
+
+    for name, leaf in params:
+        # Along a random direction. The losses are sums near 700 in fp32, so the quotient is good to 0.05.
+        h, direction = 2e-3, rng.standard_normal(leaf.shape)
+        kept, ends = leaf.copy(), []
+        for sign in (1, -1):
+            leaf[...] = kept + sign * h * direction
+            ends.append(loss())
+        leaf[...] = kept
+        want, got = 2.0 * (ends[0] - ends[1]) / (2 * h), float((grads[name] * direction).sum())
+        # The derivative along a normal direction is about as large as the gradient.
+        assert abs(got - want) < 0.02 * np.linalg.norm(grads[name]) + 0.05, name
+
+
+def test_the_custom_model_learns(custom):
+    params = custom.init_params()
+    opt_state = init_opt_state(params)
+    train_step = make_train_step(custom.loss_and_grads, TrainConfig(lr=1e-2))
+    losses = []
+    for seed in range(80):
+        params, opt_state, metrics = train_step(params, opt_state, _batch(custom, seed, A=2, B=8))
+        losses.append(float(metrics.loss))
+    assert abs(losses[0] - np.log(256)) < 0.3 and losses[-1] < 1.0
