@@ -169,7 +169,7 @@ def test_a_small_decay_keeps_its_digits(xp):
     assert abs(np.mean((before - reference.f64(new)) / before) - 1e-6) < 4e-9
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in onnx_cases.adam_cases()])
+@onnx_cases.each(onnx_cases.adam_cases)
 def test_matches_onnx_adam(xp, case):
     i, n = case.inputs, case.inputs.p.size
     p, g, m, v = (xp.asarray(np.pad(x, (0, TILE - n))) for x in (i.p, i.g, i.m, i.v))

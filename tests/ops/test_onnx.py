@@ -11,17 +11,13 @@ from tests import onnx_cases, reference
 from tests.helpers import assert_close
 
 
-def each(cases):
-    return pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases])
-
-
-@each(onnx_cases.softmax_cases())
+@onnx_cases.each(onnx_cases.softmax_cases)
 def test_softmax(xp, case):
     y = softmax_forward(xp.asarray(case.inputs.x))
     assert_close(y, case.outputs.y, np.float32)
 
 
-@each(onnx_cases.layernorm_cases())
+@onnx_cases.each(onnx_cases.layernorm_cases)
 def test_layernorm(xp, case):
     x, weight, bias = (xp.asarray(a) for a in (case.inputs.x, case.inputs.weight, case.inputs.bias))
     y, mean, rstd, _ = layernorm_forward(x, weight, bias, eps=case.inputs.eps)
@@ -30,13 +26,13 @@ def test_layernorm(xp, case):
     assert_close(rstd, case.outputs.rstd, np.float32, name="rstd")
 
 
-@each(onnx_cases.gelu_cases())
+@onnx_cases.each(onnx_cases.gelu_cases)
 def test_gelu(xp, case):
     y = gelu_forward(xp.asarray(case.inputs.x))
     assert_close(y, case.outputs.y, np.float32)
 
 
-@each(onnx_cases.cross_entropy_cases())
+@onnx_cases.each(onnx_cases.cross_entropy_cases)
 def test_cross_entropy(xp, case):
     i = case.inputs
     losses, lse = cross_entropy_forward(
@@ -49,7 +45,7 @@ def test_cross_entropy(xp, case):
     assert_close(log_probs, case.outputs.log_probs, np.float32, name="log_probs")
 
 
-@each(onnx_cases.adam_cases())
+@onnx_cases.each(onnx_cases.adam_cases)
 def test_adamw_reference(case):
     i = case.inputs
     got = reference.adamw(i.p, i.g, i.m, i.v, i.updates, lr=i.lr, betas=i.betas, eps=i.eps, decay=False)

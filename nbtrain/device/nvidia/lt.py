@@ -206,8 +206,8 @@ def _make(key, operands, alpha, beta, stream):
 def _measure(plan, a, b, out, bias, aux, alpha, beta, stream):
     """Takes the fastest candidate that repeats its bits; candidates take turns, so clocks drift over all alike."""
     workspace = _workspace(out.device.id, stream).data.ptr
-    n_bytes = out.strides[0] * out.shape[0] if out.shape[0] > 1 else out.strides[1] * out.shape[1]
-    target = cupy.zeros(n_bytes, cupy.uint8)  # not out: with beta its values are still needed
+    extent = sum((n - 1) * stride for n, stride in zip(out.shape, out.strides, strict=True)) + out.itemsize
+    target = cupy.zeros(-(-extent // 16) * 16, cupy.uint8)  # not out: with beta its values are still needed
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     times = np.full((ROUNDS, len(plan.candidates)), np.inf)
     bits: dict[int, list] = {}
