@@ -233,9 +233,10 @@ def twin(*, writes: str):
                     if _is_16_bit(x):
                         wide[i] = next(w for a, w in zip(args, wide, strict=True) if a is x)
                 compiled(*wide)
-                for i in written:
-                    if _is_16_bit(args[i]):
-                        args[i][...] = wide[i].astype(args[i].dtype)
+                with np.errstate(over="ignore"):  # too large for 16 bits is infinite, as on a GPU
+                    for i in written:
+                        if _is_16_bit(args[i]):
+                            args[i][...] = wide[i].astype(args[i].dtype)
 
         run.compiled = compiled
         return run
