@@ -107,7 +107,40 @@ def linear(dtype):
         linear_backward(linear_forward(x, weight, bias), x, weight)
 
 
-CALLS = [layernorm, linear, softmax, cross_entropy, global_norm, adamw, embedding, batch_check, control]
+def gelu(dtype):
+    from nbtrain.ops.gelu import gelu_backward, gelu_forward
+
+    rng = empty(np.uint32, (3,))
+    for channels in (3072, 6400, 767):
+        x, bias = empty(dtype, (N, channels), (channels,))
+        for first in (0, 1):
+            for options in ({}, dict(dropout=0.1, rng=rng, first=first)):
+                for b in (bias, None):
+                    gelu_forward(x, b, **options)
+                    gelu_backward(x, x, b, **options)
+                    gelu_backward(x, x, b, recompute_out=x, **options)
+
+
+def dropout(dtype):
+    from nbtrain.ops.dropout import dropout_forward
+
+    rng = empty(np.uint32, (3,))
+    for channels in (768, 767):
+        for first in (0, 1):
+            dropout_forward(empty(dtype, (N - 1, channels)), 0.1, rng, site=0, first=first)
+
+
+def cast(dtype):
+    from nbtrain.ops.cast import cast_and_scale
+
+    x, single, wide = empty(dtype, (256 * N + 3,)), empty(np.float32, ()), empty(np.float32, (256 * N + 4,))
+    for out in (x, wide[:-1], wide[1:]):
+        cast_and_scale(x, single, out=out)
+        cast_and_scale(out, single, out=x)
+        cast_and_scale(x, 2.0, out=out, accumulate=True)
+
+
+CALLS = [layernorm, linear, gelu, dropout, cast, softmax, cross_entropy, global_norm, adamw, embedding, batch_check, control]
 
 
 def record(only: str = "", dtypes=tuple(FLOATS)):

@@ -7,10 +7,10 @@ N = rows (batch * time), K = features in, M = features out.
 x, dx: (N, K), weight, dweight: (K, M) as in GPT-2's published weights, bias, dbias: (M,), y, dy: (N, M), one
 of fp32, fp16, bf16.
 
-On the GPU the products are cuBLAS's or hipBLAS's, with fp32 accumulation; y is filled with the bias and the
-product is added to it, so y is rounded once. accumulate="fp16" sums products of fp16 arrays in fp16: faster
-on some cards, but a sum of K terms loses about log2(K) of its 11 bits and overflows at 65504. On the CPU
-every product is cut into tasks that call BLAS on one thread each.
+On the GPU the products are cuBLAS's or hipBLAS's, with fp32 accumulation. cuBLASLt adds the bias itself;
+elsewhere y is filled with it and the product is added. accumulate="fp16" sums products of fp16 arrays in
+fp16: faster on some cards, but a sum of K terms loses about log2(K) of its 11 bits and overflows at 65504. On
+the CPU every product is cut into tasks that call BLAS on one thread each.
 """
 
 import functools
@@ -34,7 +34,7 @@ from nbtrain.device import (
     twin,
 )
 from nbtrain.device.arrays import FLOATS
-from nbtrain.device.blas import gemm
+from nbtrain.device.blas import fuses_bias, gemm
 from nbtrain.device.cpu import add_rows, fill, mm, span, task_count
 from nbtrain.device.reduce import block_rows_sum, column_block, column_grid, sum_blocks
 from nbtrain.errors import InvalidType, InvalidValue, Unavailable
@@ -243,11 +243,11 @@ def _or_new(out, like, *shape):
 def _product(a, b, out, *, bias=None, beta=0.0, accumulate="fp32"):
     M, N = out.shape
     if on_gpu(out):
-        if bias is not None:
+        if bias is not None and not fuses_bias(out):
             fill_rows, T, R, ROWS = _bias_kernel(N, aligned(N, bias, out))
             launch(fill_rows, (-(-M // (R * ROWS)), -(-N // (8 * T))), (T, R), bias, out, M)
-            beta = 1.0
-        gemm(a, b, out, beta=beta, accumulate=accumulate)
+            bias, beta = None, 1.0
+        gemm(a, b, out, beta=beta, accumulate=accumulate, bias=bias)
     else:
         beta = ONE if bias is not None else np.float32(beta)
         _product_cpu(a, b, bias, out, beta, _shares(max(M, N)), M >= N)
