@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nbtrain.device.nvidia.flash_backward import dkv_body, dq_body
-from nbtrain.device.nvidia.flash_forward import forward_body, pipelined_body
+from nbtrain.device.nvidia.flash_forward import drifting_body, forward_body, pipelined_body
 from tests.nvidia.warps import STORAGE, Memory, WarpTiles, run
 from tests.reference import attention, f64
 
@@ -79,6 +79,10 @@ def run_forward(body, storage, arch, B, T, H, D, group=3, **options):
         (pipelined_body, "f16", 90, 1, 333, 1, 64, {"W": 2, "stages": 3, "BN": 64, "overlap": True}),
         (pipelined_body, "f16", 90, 1, 200, 2, 96, {"W": 2, "stages": 2, "BN": 128, "q_in_registers": True, "overlap": True}),
         (pipelined_body, "bf16", 90, 1, 63, 3, 80, {"W": 2, "stages": 3}),
+        (drifting_body, "bf16", 90, 1, 512, 1, 64, {"W": 2, "stages": 3, "whole": True}),
+        (drifting_body, "f16", 90, 1, 389, 1, 64, {"W": 2, "stages": 4, "overlap": True}),
+        (drifting_body, "f16", 90, 1, 512, 1, 64, {"W": 4, "stages": 4, "overlap": True}),
+        (drifting_body, "f16", 90, 1, 389, 1, 64, {"W": 2, "BN": 128, "stages": 3, "overlap": True}),
     ],
 )  # fmt: skip
 def test_forward_is_exact_attention(body, storage, arch, B, T, H, D, options):
@@ -88,6 +92,7 @@ def test_forward_is_exact_attention(body, storage, arch, B, T, H, D, options):
 @pytest.mark.parametrize(
     "storage, arch, B, T, H, D, dq, dkv, whole",
     [
+        ("f16", 90, 1, 130, 1, 96, 1, 1, "in registers"),
         ("bf16", 90, 1, 128, 2, 64, 1, 1, True),
         ("f16", 90, 1, 197, 2, 64, 2, 2, False),
         ("f16", 90, 2, 65, 1, 128, 1, 1, False),
@@ -102,18 +107,19 @@ def test_backward_is_the_gradient(storage, arch, B, T, H, D, dq, dkv, whole):
     sm_scale = 1 / math.sqrt(D)
     out, lse, want = exact(qkv, H, sm_scale, dout)
     tiles, padded, sl = WarpTiles(storage, arch), -(-T // 128) * 128, np.float32(sm_scale * LOG2E)
+    options = {"whole": whole is True, "in_registers": whole == "in registers"}
     memory = Memory()
     at_qkv, at_dout = memory.add(qkv), memory.add(dout)
     at_out, at_lse = memory.add(out.astype(STORAGE[storage])), memory.add(lse.astype(np.float32))
     at_stats = memory.add(np.full((2, B * H, padded), np.nan, np.float32))
     at_dqkv = memory.add(np.full_like(qkv, np.nan))
-    kernel, threads, shared = dq_body(tiles, D, W=dq, whole=whole)
+    kernel, threads, shared = dq_body(tiles, D, W=dq, **options)
     run(
         kernel, threads, shared, B * H * -(-T // (64 * dq)), tiles, memory,
         at_qkv, at_out, at_dout, at_lse, at_stats, at_dqkv, T, padded, H, B * H, 3, sl, np.float32(sm_scale),
         np.float32(-1 / sm_scale),
     )  # fmt: skip
-    kernel, threads, shared = dkv_body(tiles, D, W=dkv, whole=whole)
+    kernel, threads, shared = dkv_body(tiles, D, W=dkv, **options)
     run(
         kernel, threads, shared, B * H * -(-T // (64 * dkv)), tiles, memory,
         at_qkv, at_dout, at_stats, at_dqkv, T, padded, H, B * H, 3, sl, np.float32(sm_scale), np.float32(1),

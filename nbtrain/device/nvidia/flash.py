@@ -19,7 +19,7 @@ from nbtrain.device.arrays import aligned, array_module, bfloat16, expect
 from nbtrain.device.launching import launch
 from nbtrain.device.nvidia import kernel
 from nbtrain.device.nvidia.flash_backward import STATS_ROWS, dkv_body, dq_body
-from nbtrain.device.nvidia.flash_forward import forward_body, pipelined_body
+from nbtrain.device.nvidia.flash_forward import drifting_body, forward_body, pipelined_body
 from nbtrain.device.nvidia.ptx import Tiles
 from nbtrain.errors import InvalidValue
 
@@ -35,8 +35,9 @@ class Config(NamedTuple):
     warpgroups: int
     tile: int = 64
     blocks: int = 1
-    stages: int = 0  # of the pipeline, where a warp of its own copies; 0: every thread copies
-    q_in_registers: bool = False
+    stages: int = 0  # of the pipeline; 0: the block goes from tile to tile in step
+    copying_warp: bool = False  # in the pipeline: a warp that only copies; else every thread copies
+    in_registers: bool = False  # what a block owns is read from shared memory once, not at each tile
     overlap: bool = False  # of two products, in the pipeline
     ragged_blocks: int = (
         0  # blocks on a multiprocessor where the last tile is cut, which takes more registers; 0: as many
@@ -109,20 +110,23 @@ def _compiled(body, storage, arch, D, config: Config, **options):
 
 @functools.cache
 def forward_kernel(storage: str, arch: int, D: int, config: Config, whole: bool):
-    options = {"BN": config.tile, "whole": whole, "q_in_registers": config.q_in_registers}
+    options = {"BN": config.tile, "whole": whole, "q_in_registers": config.in_registers}
     if config.stages:
         options |= {"stages": config.stages, "overlap": config.overlap}
-    return _compiled(pipelined_body if config.stages else forward_body, storage, arch, D, config, **options)
+    body = pipelined_body if config.copying_warp else drifting_body if config.stages else forward_body
+    return _compiled(body, storage, arch, D, config, **options)
 
 
 @functools.cache
 def dq_kernel(storage: str, arch: int, D: int, config: Config, whole: bool):
-    return _compiled(dq_body, storage, arch, D, config, BN=config.tile, whole=whole)
+    return _compiled(
+        dq_body, storage, arch, D, config, BN=config.tile, whole=whole, in_registers=config.in_registers
+    )
 
 
 @functools.cache
 def dkv_kernel(storage: str, arch: int, D: int, config: Config, whole: bool):
-    return _compiled(dkv_body, storage, arch, D, config, whole=whole)
+    return _compiled(dkv_body, storage, arch, D, config, whole=whole, in_registers=config.in_registers)
 
 
 def _group(heads: int, T: int, D: int, group_bytes: int | None) -> int:
@@ -177,26 +181,37 @@ def flash_backward(
         "qkv (B, T, C3), out (B, T, C), lse (B, H, T) fp32, dout (B, T, C), dqkv (B, T, C3)",
         H, qkv, out, lse, dout, dqkv,
     )  # fmt: skip
-    shape = stats_shape(B, T, H)
     if stats is None:
-        stats = array_module(qkv).empty(shape, np.float32)
-    expect("flash_backward", f"stats {shape} fp32", stats)
-    arch, heads, storage = arch or current_instruction_set(), B * H, _STORAGE[qkv.dtype]
-    sl, scale, group = np.float32(sm_scale * LOG2E), np.float32(sm_scale), _group(heads, T, D, group_bytes)
+        stats = array_module(qkv).empty(stats_shape(B, T, H), np.float32)
+    expect("flash_backward", f"stats {stats_shape(B, T, H)} fp32", stats)
+    arch = arch or current_instruction_set()
+    group = _group(B * H, T, D, group_bytes)
+    backward_dq(
+        qkv, out, dout, lse, stats, dqkv, H, sm_scale, arch, dq or _suited(BACKWARD_DQ, arch, D), group
+    )
+    backward_dkv(qkv, dout, stats, dqkv, H, sm_scale, arch, dkv or _suited(BACKWARD_DKV, arch, D), group)
 
-    config = dq or _suited(BACKWARD_DQ, arch, D)
-    rows = 64 * config.warpgroups
-    compiled, threads = dq_kernel(storage, arch, D, config, T % rows == 0 and T % config.tile == 0)
+
+def backward_dq(qkv, out, dout, lse, stats, dqkv, H, sm_scale, arch, config, group) -> None:
+    """The first half of `flash_backward`: dQ and `stats`."""
+    (B, T, C), rows = out.shape, 64 * config.warpgroups
+    whole = T % rows == 0 and T % config.tile == 0
+    compiled, threads = dq_kernel(_STORAGE[qkv.dtype], arch, C // H, config, whole)
     launch(
-        compiled, heads * -(-T // rows), threads,
-        qkv, out, dout, lse, stats, dqkv, T, shape[2], H, heads, group, sl, scale, np.float32(-1 / sm_scale),
+        compiled, B * H * -(-T // rows), threads,
+        qkv, out, dout, lse, stats, dqkv, T, stats.shape[2], H, B * H, group,
+        np.float32(sm_scale * LOG2E), np.float32(sm_scale), np.float32(-1 / sm_scale),
     )  # fmt: skip
-    config = dkv or _suited(BACKWARD_DKV, arch, D)
-    rows = 64 * config.warpgroups
-    compiled, threads = dkv_kernel(storage, arch, D, config, T % rows == 0)
+
+
+def backward_dkv(qkv, dout, stats, dqkv, H, sm_scale, arch, config, group) -> None:
+    """The second half: dK and dV from `stats`."""
+    (B, T, C), rows = dout.shape, 64 * config.warpgroups
+    compiled, threads = dkv_kernel(_STORAGE[qkv.dtype], arch, C // H, config, T % rows == 0)
     launch(
-        compiled, heads * -(-T // rows), threads,
-        qkv, dout, stats, dqkv, T, shape[2], H, heads, group, sl, scale, np.float32(1),
+        compiled, B * H * -(-T // rows), threads,
+        qkv, dout, stats, dqkv, T, stats.shape[2], H, B * H, group,
+        np.float32(sm_scale * LOG2E), np.float32(sm_scale), np.float32(1),
     )  # fmt: skip
 
 

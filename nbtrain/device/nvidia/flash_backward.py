@@ -16,6 +16,7 @@ from nbtrain.device.nvidia.flash_tiles import (
     as_operand,
     copy_tile,
     keep_visible,
+    load_a,
     pick,
     products,
     store_tile,
@@ -26,8 +27,11 @@ from nbtrain.device.nvidia.ptx import ROW_BYTES
 STATS_ROWS = 128  # stats are padded to a multiple of this many rows
 
 
-def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False):
-    """(kernel function, threads, bytes of shared memory): W warpgroups of queries, tiles of BN keys."""
+def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False, in_registers: bool = False):
+    """(kernel function, threads, bytes of shared memory): W warpgroups of queries, tiles of BN keys.
+
+    `in_registers`: Q and dO are read from shared memory once, not at each tile of keys.
+    """
     BM, THREADS = 64 * W, 128 * W
     assert BM <= STATS_ROWS
     STRIDE = THREADS // 8
@@ -105,7 +109,13 @@ def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False):
     def zeros(e):
         return [e.f(0.0)] * NO
 
-    @tiles.op(f"i32, i32, i32, i32, f32*2 -> f32*{NS}, f32*{NS}")
+    operand = f"u32*{4 * KS}" if in_registers else "i32"
+
+    @tiles.op(f"i32 -> {operand}")
+    def rows(e, address):
+        return load_a(e, address, KS, q_panel) if in_registers else address
+
+    @tiles.op(f"{operand}, i32, {operand}, i32, f32*2 -> f32*{NS}, f32*{NS}")
     def scores_and_dp(e, q, k, dout, v, nd):
         return products(
             e,
@@ -170,7 +180,11 @@ def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False):
             address(out) + (b * T + q0) * orow + h * (2 * D) + at, dout_head + at, orow * 8, address(lse) + (bh * T + r0) * 4,
             nl_row, nl_row + heads * padded * 4, T - r0, minus_inverse_scale,
         )  # fmt: skip
-        q = sm + (warp >> 2) * (64 * ROW_BYTES)
+        arrived()
+        visible()
+        sync()
+        q = rows(sm + (warp >> 2) * (64 * ROW_BYTES))
+        do = rows(sm + QB + (warp >> 2) * (64 * ROW_BYTES))
         acc = zeros()
         last = min(q0 + BM, T)
         k0 = 0
@@ -191,7 +205,7 @@ def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False):
                 )
             if k0 <= g0 + 63:
                 k = sm + KV0 + stage
-                s, dp = scores_and_dp(q, k, q + QB, k + KV, nd)
+                s, dp = scores_and_dp(q, k, do, k + KV, nd)
                 if k0 + (BN - 1) > g0:
                     s = mask(s, diff - k0)
                 acc = add_dq(acc, s, dp, nl, sl, k)
@@ -204,8 +218,11 @@ def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False):
     return flash_backward_dq, THREADS, KV0 + 2 * STAGE
 
 
-def dkv_body(tiles, D: int, W: int = 1, whole: bool = False):
-    """(kernel function, threads, bytes of shared memory): W warpgroups of keys, tiles of 64 queries."""
+def dkv_body(tiles, D: int, W: int = 1, whole: bool = False, in_registers: bool = False):
+    """(kernel function, threads, bytes of shared memory): W warpgroups of keys, tiles of 64 queries.
+
+    `in_registers`: K and V are read from shared memory once, not at each tile of queries.
+    """
     BK, BQ, THREADS = 64 * W, 64, 128 * W
     STRIDE = THREADS // 8
     KB, QB = tile_bytes(BK, D), tile_bytes(BQ, D)
@@ -252,7 +269,13 @@ def dkv_body(tiles, D: int, W: int = 1, whole: bool = False):
     def zeros(e):
         return [e.f(0.0)] * NO
 
-    @tiles.op(f"i32, i32, i32, i32, i32 -> f32*{NS}, f32*{NS}")
+    operand = f"u32*{4 * KS}" if in_registers else "i32"
+
+    @tiles.op(f"i32 -> {operand}")
+    def rows(e, address):
+        return load_a(e, address, KS, k_panel) if in_registers else address
+
+    @tiles.op(f"{operand}, i32, {operand}, i32, i32 -> f32*{NS}, f32*{NS}")
     def scores_and_dp(e, k, q, v, dout, stats):
         """S^T - lse / sm_scale and dP^T - delta: both constants belong to a query, here a column."""
 
@@ -321,7 +344,11 @@ def dkv_body(tiles, D: int, W: int = 1, whole: bool = False):
         wk0 = key0 + warp * 16
         g0 = key0 + (warp >> 2) * 64
         diff = 2 * (lane & 3) - (lane >> 2) - wk0
-        k = sm + (warp >> 2) * (64 * ROW_BYTES)
+        arrived()
+        visible()
+        sync()
+        k = rows(sm + (warp >> 2) * (64 * ROW_BYTES))
+        v = rows(sm + KB + (warp >> 2) * (64 * ROW_BYTES))
         dk = zeros()
         dv = zeros()
         stage = 0
@@ -338,7 +365,7 @@ def dkv_body(tiles, D: int, W: int = 1, whole: bool = False):
             if q0 + 63 >= g0:
                 q = sm + ST0 + stage
                 s, dp = scores_and_dp(
-                    k, q, k + KB, q + QB, sm + STATS + (0 if stage == 0 else 512) + (lane & 3) * 8
+                    k, q, v, q + QB, sm + STATS + (0 if stage == 0 else 512) + (lane & 3) * 8
                 )
                 p = probabilities(s, sl)
                 if q0 < g0 + 63:
