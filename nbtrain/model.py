@@ -10,6 +10,8 @@ next LayerNorm adds them. N = B * T rows; activations are (N, C) unless said.
 
 Recomputation (Chen et al., 2016): with `remat="every:k"` only the input of each k-th block is kept, and the backward pass runs
 the forward pass of k blocks again, by the same kernels, so gradients have the same bits for every policy.
+Beneath every policy, on a GPU, GELU's result is not kept: its backward kernel has all it takes to write it
+again. Logits exist for some rows at a time, and become their gradient in place while they are there.
 """
 
 import math
@@ -19,20 +21,30 @@ import numpy as np
 
 from nbtrain.batch import IGNORE_INDEX, Batch
 from nbtrain.config import GPTConfig, TrainConfig
+from nbtrain.device import on_gpu
 from nbtrain.device.philox import Rng
 from nbtrain.device.place import to_device
 from nbtrain.device.scratch import Scratch
 from nbtrain.errors import InvalidValue
 from nbtrain.ops.attention import attention_backward, attention_forward
+from nbtrain.ops.cast import cast_and_scale
 from nbtrain.ops.cross_entropy import cross_entropy_forward, cross_entropy_forward_backward, sum_losses
 from nbtrain.ops.dropout import dropout_backward, dropout_forward
 from nbtrain.ops.embedding import embedding_backward, embedding_forward
 from nbtrain.ops.gelu import gelu_backward, gelu_forward
 from nbtrain.ops.layernorm import layernorm_backward, layernorm_forward
-from nbtrain.ops.linear import linear_backward, linear_forward, matmul
+from nbtrain.ops.linear import (
+    linear_backward,
+    linear_backward_input,
+    linear_backward_weight,
+    linear_forward,
+    matmul,
+)
 from nbtrain.tree import Layout, Tree
 
 Array = Any  # numpy.ndarray or cupy.ndarray
+
+LOGITS_BYTES = 1 << 30  # logits in memory at once
 
 # Places that draw random bits: site = 4 * layer + place.
 _ATTENTION, _AFTER_PROJ, _AFTER_OUT, _EMBEDDING = range(4)
@@ -104,15 +116,20 @@ class GPT:
         blocks, grads = p.sections("blocks"), g.sections("blocks")
 
         f, x2 = self._blocks(p, batch.tokens, rng)
-        hf, mean, rstd, x, logits = self._head(p, f, x2)
-        losses = scratch("losses", (N,), np.float32)
-        targets = batch.targets.reshape(N)
-        cross_entropy_forward_backward(logits, targets, loss_scale, vocab_size=cfg.vocab_size, losses=losses)
-        loss_sum = sum_losses(losses)
-
+        hf, mean, rstd, x = self._last_norm(p, f, x2)
+        losses, targets = scratch("losses", (N,), np.float32), batch.targets.reshape(N)
         dx, dh = scratch("dx", (N, C), dtype), scratch("dh", (N, C), dtype)
-        matmul(logits.T, hf, out=g.wte)
-        matmul(logits, p.wte, out=dh)
+        chunks = self._row_chunks(N, dtype)
+        # Several chunks add up in fp32, so that the embedding's gradient is rounded once.
+        dwte = g.wte if len(chunks) == 1 else scratch("dwte", g.wte.shape, np.float32)
+        for rows in chunks:
+            logits = self._logits_of(p, hf[rows])
+            cross_entropy_forward_backward(
+                logits, targets[rows], loss_scale, vocab_size=cfg.vocab_size, losses=losses[rows]
+            )
+            matmul(logits.T, hf[rows], out=dwte, beta=0.0 if rows.start == 0 else 1.0)
+            matmul(logits, p.wte, out=dh[rows])
+        loss_sum = sum_losses(losses)
         layernorm_backward(dh, x, p.lnf_w, mean, rstd, out=(dx, g.lnf_w, g.lnf_b))
         for i in reversed(range(cfg.n_layer)):
             if self.every and (i + 1) % self.every == 0 and i + 1 < cfg.n_layer:
@@ -120,33 +137,40 @@ class GPT:
             self._block_backward(i, blocks[i], grads[i], self._activations(i, B, T, dtype), dx, dh, rng)
         if cfg.dropout:
             self._dropout(dropout_backward, dx, rng, _EMBEDDING, T * C, dx)
-        embedding_backward(dx.reshape(B, T, C), batch.tokens, batch.order, g.wte, g.wpe, accumulate=True)
+        embedding_backward(dx.reshape(B, T, C), batch.tokens, batch.order, dwte, g.wpe, accumulate=True)
+        if dwte is not g.wte:
+            cast_and_scale(dwte.reshape(-1), 1.0, out=g.wte.reshape(-1))
         return loss_sum
 
     def eval_loss(self, params: Tree, batch: Batch):
         """The sum of the losses of a micro-batch without dropout, (1,) fp32; the bits of `loss_and_grads` at dropout 0."""
-        logits = self._logits(params, batch.tokens)
-        N = logits.shape[0]
-        losses, _ = cross_entropy_forward(
-            logits, batch.targets.reshape(N), vocab_size=self.config.vocab_size, ignore_index=IGNORE_INDEX
-        )
+        hf = self._final(params, batch.tokens)
+        losses = self._scratch("losses", hf.shape[:1], np.float32)
+        lse = self._scratch("lse_logits", hf.shape[:1], np.float32)
+        targets = batch.targets.reshape(-1)
+        for rows in self._row_chunks(len(hf), hf.dtype):
+            cross_entropy_forward(
+                self._logits_of(params, hf[rows]), targets[rows], vocab_size=self.config.vocab_size,
+                ignore_index=IGNORE_INDEX, out=(losses[rows], lse[rows]),
+            )  # fmt: skip
         return sum_losses(losses)
 
     def logits(self, params: Tree, tokens):
         """(B, T, vocab_size) logits of tokens (B, T) int32; the memory is used again by the next call."""
         B, T = tokens.shape
-        return self._logits(params, tokens).reshape(B, T, -1)[..., : self.config.vocab_size]
+        return self._logits_of(params, self._final(params, tokens)).reshape(B, T, -1)[..., : self.config.vocab_size]
 
     # ----------------------------------------------------------------------------
 
     def _memory(self, params: Tree) -> Scratch:
         if self._scratch is None:
             self._scratch = Scratch(params.buffer)
+            self._light = on_gpu(params.buffer)
         return self._scratch
 
-    def _logits(self, params, tokens):
-        f, x2 = self._blocks(params, tokens, None, keep=False)
-        return self._head(params, f, x2)[-1]
+    def _final(self, params, tokens):
+        """(N, C): what the vocabulary product takes, without keeping anything for a backward pass."""
+        return self._last_norm(params, *self._blocks(params, tokens, None, keep=False))[0]
 
     def _activations(self, i: int, B: int, T: int, dtype, keep: bool = True) -> Activations:
         """Memory of block i's activations; blocks share it where they are recomputed, or not kept at all."""
@@ -161,7 +185,8 @@ class GPT:
         return Activations(
             **{
                 name: scratch(
-                    kept if kept and name == "x1" else f"{name}.{slot}", shape, np.float32 if name in statistics else dtype
+                    kept if kept and name == "x1" else "act" if self._light and name == "act" else f"{name}.{slot}",
+                    shape, np.float32 if name in statistics else dtype
                 )
                 for name, shape in shapes.items()
             }
@@ -209,8 +234,9 @@ class GPT:
         dfc = self._scratch("dfc", (N, 4 * C), dx.dtype)
         dqkv = self._scratch("dqkv", (N, 3 * C), dx.dtype)
         dout = self._branch_dropout(dropout_backward, dx, rng, i, _AFTER_OUT, T)
-        linear_backward(dout, a.act, w.out_w, out=(dfc, g.out_w, g.out_b))
-        gelu_backward(dfc, a.fc, w.fc_b, out=(dfc, g.fc_b))
+        linear_backward_input(dout, w.out_w, out=dfc)
+        gelu_backward(dfc, a.fc, w.fc_b, recompute_out=a.act if self._light else None, out=(dfc, g.fc_b))
+        linear_backward_weight(dout, a.act, out=(g.out_w, g.out_b))
         linear_backward(dfc, a.h2, w.fc_w, bias=False, out=(dh, g.fc_w, None))
         layernorm_backward(dh, a.x2, w.ln2_w, a.mean2, a.rstd2, dresidual=dx, out=(dx, g.ln2_w, g.ln2_b))
         dout = self._branch_dropout(dropout_backward, dx, rng, i, _AFTER_PROJ, T)
@@ -229,15 +255,24 @@ class GPT:
             f = self._block_forward(i, sections[i], a, f, x, rng)
             x = a.x2
 
-    def _head(self, p, f, x2):
-        """(hf, mean, rstd, x, logits (N, padded vocabulary)) from the last branch and stream."""
+    def _last_norm(self, p, f, x2):
+        """(hf, mean, rstd, x) from the last branch and stream."""
         (N, C), scratch = f.shape, self._scratch
         hf, x = scratch("hf", (N, C), f.dtype), scratch("x", (N, C), f.dtype)
         mean, rstd = scratch("meanf", (N,), np.float32), scratch("rstdf", (N,), np.float32)
         layernorm_forward(f, p.lnf_w, p.lnf_b, residual=x2, out=(hf, mean, rstd, x))
-        logits = scratch("logits", (N, self.config.padded_vocab_size), f.dtype)
-        matmul(hf, p.wte.T, out=logits)
-        return hf, mean, rstd, x, logits
+        return hf, mean, rstd, x
+
+    def _row_chunks(self, N: int, dtype) -> list[slice]:
+        """Rows whose logits are in memory together: as few chunks, of equal size, as LOGITS_BYTES allows."""
+        n_bytes = N * self.config.padded_vocab_size * np.dtype(dtype).itemsize
+        size = -(-N // -(-n_bytes // LOGITS_BYTES))
+        size = -(-size // 64) * 64  # whole tiles
+        return [slice(n, min(n + size, N)) for n in range(0, N, size)]
+
+    def _logits_of(self, p, hf):
+        logits = self._scratch("logits", (len(hf), self.config.padded_vocab_size), hf.dtype)
+        return matmul(hf, p.wte.T, out=logits)
 
     def _dropout(self, apply, x, rng, site, per_row, out):
         return apply(x, self.config.dropout, rng.key, site=site, first=rng.row * per_row, out=out)

@@ -142,6 +142,25 @@ def test_evaluation_equals_the_training_loss_bit_for_bit():
     assert model.eval_loss(params, batch)[0] == trained[0]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_logits_in_chunks_of_rows_give_the_same_gradients(device, dtype, monkeypatch):
+    """Chunks add up in fp32 and are rounded once, so 16-bit gradients may differ in the last place."""
+    cfg = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=100, vocab_size=11)
+    params, _ = init_params(cfg, 0, dtype, device)
+    batch, results = random_batch(cfg, 2, 100, device=device), []
+    for limit in (1 << 30, 64 * 128 * params.dtype.itemsize):
+        monkeypatch.setattr("nbtrain.model.LOGITS_BYTES", limit)
+        model, grads = GPT(cfg), params.like()
+        loss = model.loss_and_grads(params, batch, loss_scale=scalar(1, device), out=grads)
+        assert float(loss[0]) == float(model.eval_loss(params, batch)[0])
+        results.append((float(loss[0]), f64(to_host(grads.buffer)), len(model._row_chunks(200, params.dtype))))
+    (one, whole, n), (two, parts, m) = results
+    assert (n, m) == (1, 4) and one == pytest.approx(two, rel=1e-6)
+    limit = 1e-5 if dtype == np.float32 else 2**-7
+    assert np.abs(whole - parts).max() <= limit * np.abs(whole).max()
+
+
 def test_padded_vocabulary_gets_no_gradient_and_changes_nothing():
     params, _ = init_params(TINY, 0)
     batch, model = random_batch(TINY, 2, 8), GPT(TINY)
