@@ -166,7 +166,7 @@ def forward_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False, q
         tiles.uniform,
         tiles.udiv,
     )
-    sync, commit, arrived = tiles.sync, tiles.commit, tiles.arrived
+    sync, arrived = tiles.sync, tiles.arrived
 
     @tiles.op("i32, i64, i64, i32, i32")
     def copy_q(e, target, source, step, left, chunk):
