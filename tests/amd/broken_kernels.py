@@ -81,7 +81,13 @@ def block(x, out):
 
 
 def record(only=""):
-    calls = [(healthy, (I16, F32), THREADS), (float16_index, (F16, F32), THREADS), (block, (F32, F32), (THREADS, 2))]
+    calls = [
+        (healthy, (I16, F32), THREADS),
+        (float16_index, (F16, F32), THREADS),
+        (block, (F32, F32), (THREADS, 2)),
+    ]
     calls += [(k, (F32, F32), THREADS)
               for k in (fp64_literal, shuffle, float16_shared, scratch, spill, shared_memory)]  # fmt: skip
-    return [(k, signature, np.int32(1), threads) for k, signature, threads in calls if only in k.py_func.__name__]
+    return [
+        (k, signature, np.int32(1), threads) for k, signature, threads in calls if only in k.py_func.__name__
+    ]

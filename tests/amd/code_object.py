@@ -11,7 +11,8 @@ SHT_SYMTAB, SHT_NOTE, STT_FUNC = 2, 7, 2
 class Kernel:
     name: str
     scratch_bytes: int  # stack of a thread, in global memory
-    spills: int  # scalar and vector registers that were written to memory for want of room
+    sgpr_spills: int  # scalar registers moved, for want of room, to lanes of a vector register or to scratch
+    vgpr_spills: int  # vector registers written to scratch
     lds_bytes: int  # shared memory of a block
     vgprs: int
     sgprs: int
@@ -28,7 +29,8 @@ def read_kernel(image: bytes) -> Kernel:
     return Kernel(
         name=about[".name"],
         scratch_bytes=about[".private_segment_fixed_size"],
-        spills=about[".sgpr_spill_count"] + about[".vgpr_spill_count"],
+        sgpr_spills=about[".sgpr_spill_count"],
+        vgpr_spills=about[".vgpr_spill_count"],
         lds_bytes=about[".group_segment_fixed_size"],
         vgprs=about[".vgpr_count"],
         sgprs=about[".sgpr_count"],
@@ -40,7 +42,7 @@ def read_kernel(image: bytes) -> Kernel:
 
 
 def sections_of(image: bytes):
-    """(name offset, type, flags, address, offset, size, link, info, alignment, entry size) of each section."""
+    """(name, type, flags, address, offset, size, link, info, alignment, entry size) of each section."""
     if image[:6] != b"\x7fELF\x02\x01":
         raise ValueError(f"expected a little-endian 64-bit ELF file, got one that begins with {image[:6]!r}")
     (start,) = struct.unpack_from("<Q", image, 40)
@@ -75,7 +77,7 @@ def _function(image: bytes, sections, name: str) -> bytes:
 
 
 def _unpack(data: bytes, at: int):
-    """(value, position after it) of the MessagePack value at `at`; floats and extensions do not occur in notes."""
+    """(value, position after it) of the MessagePack value at `at`. Notes have no floats and no extensions."""
     tag = data[at]
     at += 1
     if tag <= 0x7F:

@@ -1,19 +1,20 @@
-"""The AMD gate: compiles every portable kernel for three AMD architectures, with neither ROCm nor a GPU, and reads the result.
+"""The AMD gate: compiles every portable kernel for three AMD architectures and reads the code objects.
 
     python tests/amd/gate.py [part of an operator's name]
 
-A kernel passes if, for each architecture, it links to a code object that
+It needs neither ROCm nor a GPU. A kernel passes if, for each architecture, it links to a code object that
 
-    has no scratch memory and no spilled registers        (the note of the code object)
-    uses at most 64 KiB of shared memory                  (the same)
-    makes no calls                                        (all of it is one function: what it calls is not counted in the note)
-    has no fp64 instruction                               (its machine code)
+    has no scratch memory and no spilled registers   (by the note of the code object)
+    uses at most 64 KiB of shared memory             (the same)
+    makes no calls                                   (what a kernel calls is not counted in its note)
+    has no fp64 instruction                          (by its machine code)
 
-or if ALLOWED says why not. Every function decorated with `@kernel` in nbtrain/ops must have been recorded. Prints a line a
-kernel, then 'N passed, N failed'; exit code 1 if one failed. The environment is built first if it is not there (see
-setup_gate.py). Where it cannot be built the gate is skipped with the reason; with CI=true a skip is a failure.
+or if ALLOWED says why not. Every function decorated with `@kernel` in nbtrain/ops must have been recorded.
+Prints a line a kernel, then 'N passed, N failed'; exit code 1 if one failed. The environment is built first
+if it is not there (see setup_gate.py). Where it cannot be built the gate is skipped with the reason; with
+CI=true a skip is a failure.
 
-What this cannot see is whether the kernels run, and whether their results are right: nothing here has an AMD GPU.
+What this cannot see is whether the kernels run, and whether their results are right.
 """
 
 import argparse
@@ -30,8 +31,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LDS_LIMIT = 64 * 1024
 
-# (kernel, rule) -> (the most that is allowed on any architecture, why)
-ALLOWED: dict[tuple[str, str], tuple[int, str]] = {}
+# (kernel, architecture, rule) -> (the most that is allowed, why)
+MASKS = "execution masks of unrolled conditions, kept in lanes of a vector register: no memory is touched"
+WIDE = "a block of 1024 threads leaves 96 vector registers to a thread"
+ALLOWED: dict[tuple[str, str, str], tuple[int, str]] = {
+    ("softmax_forward", "gfx90a", "sgpr_spills"): (12, MASKS),
+    ("softmax_forward", "gfx942", "sgpr_spills"): (8, MASKS),
+    ("softmax_backward", "gfx1100", "vgpr_spills"): (2, WIDE),
+    ("softmax_backward", "gfx1100", "scratch"): (12, WIDE),
+}
 
 
 @dataclass
@@ -97,7 +105,7 @@ def run(gate, options) -> int:
         else unrecorded({row.kernel for row in rows})
     )
     for name in missing:
-        print(f"BAD  {name}: a kernel in nbtrain/ops that tests/kernel_calls.py never launches")
+        print(f"BAD   {name}: tests/kernel_calls.py never launches this kernel of nbtrain/ops")
     if options.json:
         Path(options.json).write_text(json.dumps([asdict(row) for row in rows], indent=1))
     failed = sum(bool(row.broken) for row in rows) + len(missing)
@@ -120,7 +128,7 @@ def compile_and_check(index: int) -> list[Row]:
             image = read_kernel(compile_for(kernel, types, arch))
             row.numbers = measure(image, hipgate.disassemble(image.code, arch))
             threads = block if isinstance(block, int) else block[0] * (*block, 1)[1] * (*block, 1, 1)[2]
-            row.broken = broken_rules(row.kernel, row.numbers)
+            row.broken = broken_rules(row.kernel, arch, row.numbers)
             if threads > image.threads:
                 row.broken.append("block")
         except Exception as error:  # numba-hip raises whatever its passes raise
@@ -132,7 +140,8 @@ def measure(image, instructions) -> dict:
     names = [line.split()[0] for line in instructions if line]
     return {
         "scratch": image.scratch_bytes,
-        "spills": image.spills,
+        "sgpr_spills": image.sgpr_spills,
+        "vgpr_spills": image.vgpr_spills,
         "lds": image.lds_bytes,
         "vgprs": image.vgprs,
         "wavefront": image.wavefront,
@@ -142,11 +151,9 @@ def measure(image, instructions) -> dict:
     }
 
 
-def broken_rules(kernel: str, numbers: dict) -> list[str]:
-    limits = {"scratch": 0, "spills": 0, "lds": LDS_LIMIT, "f64": 0, "calls": 0}
-    return [
-        rule for rule, limit in limits.items() if numbers[rule] > ALLOWED.get((kernel, rule), (limit, ""))[0]
-    ]
+def broken_rules(kernel: str, arch: str, numbers: dict) -> list[str]:
+    limits = {"scratch": 0, "sgpr_spills": 0, "vgpr_spills": 0, "lds": LDS_LIMIT, "f64": 0, "calls": 0}
+    return [rule for rule in limits if numbers[rule] > ALLOWED.get((kernel, arch, rule), (limits[rule],))[0]]
 
 
 def unrecorded(recorded: set[str]) -> list[str]:
@@ -166,7 +173,7 @@ def kernels_in_ops() -> set[str]:
 
 
 def _short(types) -> str:
-    """f32 2 f32 2 i16 1 …: element type and rank of each array, in order, without repetition; scalars left out."""
+    """float32[1] int16[1] …: element type and rank of the arrays, in order, without repetition."""
     arrays = (f"{t.dtype}[{t.ndim}]" for t in types if hasattr(t, "dtype"))
     return " ".join(dict.fromkeys(arrays))
 

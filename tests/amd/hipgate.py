@@ -1,8 +1,8 @@
-"""Lets numba-hip compile where neither ROCm nor an AMD GPU is: `install(gate)`, before anything imports numba.hip.
+"""Lets numba-hip compile without ROCm and without a GPU: `install(gate)`, before numba.hip is imported.
 
-numba-hip hands its work to AMD's code object manager through four functions of rocm.comgr. Here they are done by clang and
-lld (those in the zig wheel) and by ROCm's LLVM, which numba-hip's bindings bundle. The code objects are real ones, from the
-same LLVM passes; what cannot be seen without a GPU is whether they run.
+numba-hip hands its work to AMD's code object manager through four functions of rocm.comgr. Here they are done
+by clang and lld (those in the zig wheel) and by ROCm's LLVM, which numba-hip's bindings bundle. The code
+objects are real ones, from the same LLVM passes; what cannot be seen without a GPU is whether they run.
 """
 
 import ctypes
@@ -46,14 +46,15 @@ def get_isa_metadata_all():
 
 
 def compile_hip_to_bc(source, isa_name, hip_version_tuple, extra_opts=(), **_):
-    """HIP C++ to bitcode; the device header, which declares ROCm's mathematics, is linked with them and optimised."""
+    """HIP C++ to bitcode. The device header, which declares ROCm's mathematics, is linked with them."""
     arch = _arch(isa_name)
     source = source.encode() if isinstance(source, str) else bytes(source)
     with tempfile.TemporaryDirectory() as folder:
         text, bitcode = Path(folder, "source.hip"), Path(folder, "source.bc")
         text.write_bytes(source)
         major, minor, patch = hip_version_tuple
-        _run("clang", "-x", "hip", "--cuda-device-only", f"--offload-arch={arch}", "-emit-llvm", "-c", text, "-o", bitcode,
+        _run("clang", "-x", "hip", "--cuda-device-only", f"--offload-arch={arch}", "-emit-llvm",
+             "-c", text, "-o", bitcode,
              "-O3", "-std=c++14", "-fgpu-rdc", "-mcumode", "-nogpuinc", "-nogpulib", "-w",
              "-DHIP_PI=3.14159265358979323846", "-DHIP_PI_F=3.14159265358979323846f",
              f"-DHIP_VERSION_MAJOR={major}", f"-DHIP_VERSION_MINOR={minor}", f"-DHIP_VERSION_PATCH={patch}",
@@ -99,7 +100,7 @@ def _run(*command) -> None:
 
 
 def _controls(arch: str, data_layout: str) -> bytes:
-    """The constants by which ROCm's device mathematics are told their target: those of its oclc_*.bc files."""
+    """The constants that tell ROCm's device mathematics their target: those of its oclc_*.bc files."""
     wave64 = arch.startswith("gfx9")
     version = int(arch[3:-2]) * 1000 + int(arch[-2], 16) * 100 + int(arch[-1], 16)
     constants = {
@@ -126,15 +127,15 @@ def _llvm() -> "Llvm":
 
 
 class Llvm:
-    """The C interface of the LLVM bundled with numba-hip's bindings: compile a module, disassemble a kernel."""
+    """The LLVM bundled with numba-hip's bindings, by its C interface: compile a module, disassemble."""
 
     def __init__(self):
         paths = importlib.import_module("rocm.bindings.util.paths")
         self.lib = lib = ctypes.CDLL(os.fsdecode(paths.get_library_path("LLVM")))
         for part in ("TargetInfo", "Target", "TargetMC", "AsmPrinter", "AsmParser", "Disassembler"):
             getattr(lib, f"LLVMInitializeAMDGPU{part}")()
-        for name in ("ContextCreate", "CreateMemoryBufferWithMemoryRangeCopy", "CreateTargetMachine", "GetBufferStart",
-                     "CreatePassBuilderOptions", "RunPasses", "CreateDisasmCPU"):  # fmt: skip
+        for name in ("ContextCreate", "CreateMemoryBufferWithMemoryRangeCopy", "CreateTargetMachine",
+                     "GetBufferStart", "CreatePassBuilderOptions", "RunPasses", "CreateDisasmCPU"):  # fmt: skip
             getattr(lib, f"LLVM{name}").restype = ctypes.c_void_p
         lib.LLVMGetBufferSize.restype = lib.LLVMDisasmInstruction.restype = ctypes.c_size_t
         lib.LLVMGetErrorMessage.restype = ctypes.c_char_p
@@ -180,8 +181,8 @@ class Llvm:
         start, at, line, lines = ctypes.addressof(memory), 0, ctypes.create_string_buffer(256), []
         while at < len(code):
             used = lib.LLVMDisasmInstruction(
-                reader, ctypes.c_void_p(start + at), ctypes.c_uint64(len(code) - at), ctypes.c_uint64(at), line,
-                ctypes.c_size_t(len(line)),
+                reader, ctypes.c_void_p(start + at), ctypes.c_uint64(len(code) - at), ctypes.c_uint64(at),
+                line, ctypes.c_size_t(len(line)),
             )  # fmt: skip
             lines.append(
                 line.value.decode().strip()

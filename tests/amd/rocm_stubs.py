@@ -1,7 +1,8 @@
-"""Stub ROCm libraries, over which CuPy's ROCm wheel imports on a machine without ROCm, and which write down some calls.
+"""Stub ROCm libraries: CuPy's ROCm wheel imports over them on a machine without ROCm, and they record calls.
 
-What the wheel needs is read from its own files: libraries, functions and their versions. The functions of rocm_stub.c do
-something, the others return 0. All of them are in the stub of the HIP runtime, which the other stubs depend on.
+What the wheel needs is read from its own files: libraries, functions and their versions. The functions of
+rocm_stub.c do something, the others return 0. All of them are in the stub of the HIP runtime, which the other
+stubs depend on.
 """
 
 import ctypes
@@ -31,7 +32,9 @@ class Stubs:
             _read_imports(path.read_bytes(), libraries, functions)
         written = set(re.findall(r"^int (\w+)\(", SOURCE.read_text(), re.MULTILINE))
         plain = folder / "plain.c"
-        plain.write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(set(functions) - written)))
+        plain.write_text(
+            "".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(set(functions) - written))
+        )
         versions = {}
         for name, version in functions.items():
             versions.setdefault(version, []).append(name)
@@ -42,11 +45,13 @@ class Stubs:
         objects = []
         for source in (SOURCE, plain):
             objects.append(folder / f"{source.stem}.o")
-            _zig(gate, "clang", "-O1", "-w", "-fPIC", "-fno-builtin", "-ffreestanding", "-c", source, "-o", objects[-1])
-        _zig(gate, "ld.lld", "-shared", "-soname", RUNTIME, f"--version-script={script}", *objects, "-o", folder / RUNTIME)
-        self.runtime = ctypes.CDLL(str(folder / RUNTIME), ctypes.RTLD_GLOBAL)
+            _zig(gate, f"clang -O1 -w -fPIC -fno-builtin -ffreestanding -c {source} -o {objects[-1]}")
+        runtime = folder / RUNTIME
+        together = " ".join(map(str, objects))
+        _zig(gate, f"ld.lld -shared -soname {RUNTIME} --version-script={script} {together} -o {runtime}")
+        self.runtime = ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
         for soname in sorted(libraries - {RUNTIME}):
-            _zig(gate, "ld.lld", "-shared", "-soname", soname, "--no-as-needed", folder / RUNTIME, "-o", folder / soname)
+            _zig(gate, f"ld.lld -shared -soname {soname} --no-as-needed {runtime} -o {folder / soname}")
             ctypes.CDLL(str(folder / soname), ctypes.RTLD_GLOBAL)
         (folder / "lib").mkdir()
         (folder / "lib" / "libhipblas.so").symlink_to(folder / "libhipblas.so.3")
@@ -64,15 +69,16 @@ class Stubs:
 
     def expect_parameters(self, sizes) -> None:
         """Says how many bytes each parameter of the next kernels has."""
-        (ctypes.c_int * 64).in_dll(self.runtime, "stub_parameter_sizes")[:] = [*sizes, *[0] * (64 - len(sizes))]
+        slots = (ctypes.c_int * 64).in_dll(self.runtime, "stub_parameter_sizes")
+        slots[:] = [*sizes, *[0] * (64 - len(sizes))]
 
 
-def _zig(gate, *command) -> None:
-    subprocess.run([gate.zig, *command], check=True, capture_output=True)
+def _zig(gate, command: str) -> None:
+    subprocess.run([gate.zig, *command.split()], check=True, capture_output=True)
 
 
 def _read_imports(image: bytes, libraries: set, functions: dict) -> None:
-    """Adds the ROCm libraries that an ELF file needs, and {function: version or None} of what it imports from them."""
+    """Adds the ROCm libraries that an ELF file needs, and {function: version or None} of its imports."""
     from tests.amd.code_object import sections_of
 
     sections = sections_of(image)

@@ -2,10 +2,11 @@
 
     python tests/amd/setup_gate.py           builds it if it is not there and prints its folder
 
-Everything is pinned: wheels by `requirements.txt` beside this file (pip checks the hashes), two Debian packages by SHA-256
-below. The folder is `~/.cache/nbtrain-gate/<hash of the pins>`, or under NBTRAIN_GATE_ROOT. It holds
+Everything is pinned: wheels by `requirements.txt` beside this file (pip checks the hashes), two Debian
+packages by SHA-256 below. The folder is `~/.cache/nbtrain-gate/<hash of the pins>`, or under
+NBTRAIN_GATE_ROOT. It holds
 
-    venv/            numba-hip with the LLVM that its bindings bundle, libclang, and zig, whose clang and lld are used
+    venv/            numba-hip with the LLVM that its bindings bundle, libclang, and zig for its clang and lld
     hiprtc.h         the HIP runtime's device header, which ROCm keeps as a symbol of libhiprtc-builtins
     bitcode/         ROCm's device mathematics, ocml.bc and ockl.bc
     cupy/            CuPy's ROCm wheel, which imports only over the stubs of rocm_stubs.py
@@ -13,7 +14,7 @@ below. The folder is `~/.cache/nbtrain-gate/<hash of the pins>`, or under NBTRAI
     shim/            stand-ins for two compression libraries that the bundled LLVM asks for under ROCm's names
     tmp/             numba-hip's cache of the compiled device header
 
-No compiler, no ROCm and no root rights are needed; of the system, only Python 3.11 to 3.14 and apt on x86-64 Linux.
+It needs no compiler, no ROCm and no root rights: only Python 3.11 to 3.14 and apt, on x86-64 Linux.
 """
 
 import contextlib
@@ -53,8 +54,8 @@ DEVICE_LIBS = Deb(
     "fa10f0f5be5269c715492e4e3d3816f956a4d8b9098443d54052d351cfda9213",
 )
 
-# What libLLVM imports, to compress debug sections, from two libraries that only ROCm has under these names. Kernels have
-# no debug sections: every function may refuse.
+# What libLLVM imports, to compress debug sections, from two libraries that only ROCm has under these names.
+# Kernels have no debug sections: every function may refuse.
 SHIMS = {
     "librocm_sysdeps_z.so.1": "compress2 compressBound crc32 uncompress",
     "librocm_sysdeps_zstd.so.1": "ZSTD_CCtx_setParameter ZSTD_compress2 ZSTD_compressBound ZSTD_createCCtx "
@@ -180,8 +181,8 @@ def _install_wheels(gate: Gate):
 def _pip(gate: Gate, requirements: Path, *options):
     """Installs pinned wheels with pip, which checks every hash."""
     _run(
-        gate.python, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes",
-        "--disable-pip-version-check", "-r", requirements, *options,
+        gate.python, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:",
+        "--require-hashes", "--disable-pip-version-check", "-r", requirements, *options,
     )  # fmt: skip
 
 

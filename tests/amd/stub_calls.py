@@ -1,6 +1,6 @@
-"""Runs nbtrain's AMD path over the stub libraries and prints, as JSON, which calls of ROCm it made. See test_rocm_calls.py.
+"""Runs nbtrain's AMD path over the stub libraries and prints, as JSON, which calls of ROCm it made.
 
-    <the gate's python> tests/amd/stub_calls.py FOLDER
+<the gate's python> tests/amd/stub_calls.py FOLDER        (see test_rocm_calls.py)
 """
 
 import json
@@ -48,8 +48,13 @@ for dtype in (np.float32, np.float16, bfloat16):
             calls = [call for call in stubs.calls() if call[0] != "hipblasSetStream"]
             seen["products"].append(
                 {
-                    "dtype": np.dtype(dtype).name, "accumulate": accumulate, "batch": batch, "calls": calls,
-                    "a": a.data.ptr, "b": b.data.ptr, "out": out.data.ptr,
+                    "dtype": np.dtype(dtype).name,
+                    "accumulate": accumulate,
+                    "batch": batch,
+                    "calls": calls,
+                    "a": a.data.ptr,
+                    "b": b.data.ptr,
+                    "out": out.data.ptr,
                 }  # fmt: skip
             )
 

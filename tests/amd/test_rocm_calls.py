@@ -1,4 +1,4 @@
-"""What nbtrain asks of ROCm on an AMD GPU, seen by stubs of the HIP runtime and of hipBLAS under CuPy's ROCm wheel."""
+"""What nbtrain asks of the HIP runtime and of hipBLAS, seen by stubs of them under CuPy's ROCm wheel."""
 
 import json
 import os
@@ -15,7 +15,12 @@ COMPUTE = {"fp16": 0, "fp32": 2}
 GEMM_DEFAULT = 160
 PRODUCTS = [
     (dtype, accumulate, batch)
-    for dtype, accumulate in (("float32", "fp32"), ("float16", "fp32"), ("float16", "fp16"), ("bfloat16", "fp32"))
+    for dtype, accumulate in (
+        ("float32", "fp32"),
+        ("float16", "fp32"),
+        ("float16", "fp16"),
+        ("bfloat16", "fp32"),
+    )
     for batch in (1, 5)
 ]
 
@@ -40,7 +45,7 @@ def test_the_amd_target_is_chosen(seen):
 
 @pytest.mark.parametrize("dtype,accumulate,batch", PRODUCTS)
 def test_hipblas_gets_the_transposed_problem(seen, dtype, accumulate, batch):
-    """out (6, 3) = a (6, 4) @ b.T, b (3, 4): column-major, out.T (3, 6) = b (4, 3 by columns) transposed @ a.T."""
+    """out (6, 3) = a (6, 4) @ b.T, b (3, 4). In column-major terms out.T (3, 6) = b @ a.T."""
     keys = dtype, accumulate, batch
     (product,) = (p for p in seen["products"] if (p["dtype"], p["accumulate"], p["batch"]) == keys)
     ((function, words),) = product["calls"]
@@ -51,7 +56,9 @@ def test_hipblas_gets_the_transposed_problem(seen, dtype, accumulate, batch):
     assert words[6:10] == [product["b"], kind, 4, steps[0]]
     assert words[10:14] == [product["a"], kind, 4, steps[1]]
     assert words[15:22] == [product["out"], kind, 3, steps[2], batch, COMPUTE[accumulate], GEMM_DEFAULT]
-    scalar = np.float16 if accumulate == "fp16" else np.float32  # hipBLAS reads them in the type of the accumulation
+    scalar = (
+        np.float16 if accumulate == "fp16" else np.float32
+    )  # hipBLAS reads them in the type of the accumulation
     for word, value in ((alpha, 0.5), (beta, 2.0)):
         assert np.array([word], np.int64).view(scalar)[0] == value
 

@@ -1,7 +1,7 @@
-"""AMD GPUs through numba-hip: the names of `nbtrain.device.nvidia`. Compiled for AMD in CI, untested on hardware.
+"""AMD GPUs through numba-hip: the names of `nbtrain.device.nvidia`. It compiles; untested on hardware.
 
-numba-hip compiles each kernel to a code object; CuPy loads and launches it. numba-hip's own driver is not used:
-passing it CuPy's streams is reported broken.
+numba-hip compiles each kernel to a code object; CuPy loads and launches it. numba-hip's own driver is not
+used: passing it CuPy's streams is reported broken.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""Products on AMD GPUs that CuPy's hipBLAS binding cannot ask for: hipBLAS through ROCm's own Python bindings.
+"""Products on AMD GPUs that CuPy cannot ask hipBLAS for, through ROCm's own Python bindings.
 
-CuPy's binding accumulates in fp32 whatever it is told, and on bf16 it throws a C++ exception that ends the process.
-The calls are checked against a stub of hipBLAS; nothing here has run on an AMD GPU.
+CuPy's binding accumulates in fp32 whatever it is told, and on bf16 it throws a C++ exception that ends the
+process. The calls are checked against a stub of hipBLAS; nothing here has run on an AMD GPU.
 """
 
 import functools
@@ -17,7 +17,7 @@ def _bindings():
         from rocm.bindings import hip, hipblas
     except ImportError as error:
         raise Unavailable(
-            f"products in bf16, or accumulated in fp16, need hipBLAS's Python bindings on AMD; got {error}. Run "
+            f"on AMD, products in bf16 or summed in fp16 need hipBLAS's Python bindings; got {error}. Run "
             "pip install rocm-bindings-libraries, or train in fp16 or fp32 with fp32 accumulation."
         ) from None
     return hipblas, hip.hipDataType
@@ -39,8 +39,8 @@ def _checked(result):
 def gemm(shape, a, lda, step_a, b, ldb, step_b, out, ldc, step_c, batch, scalars) -> None:
     """The column-major problem out = alpha * op(a) @ op(b) + beta * out, for a batch of matrices.
 
-    shape: (transpose a, transpose b, m, n, k). a, b, out: CuPy arrays of fp32, fp16 or bf16. scalars: alpha and beta, a
-    NumPy array on the host; its dtype, fp32 or fp16, is also that of the accumulation.
+    shape: (transpose a, transpose b, m, n, k). a, b, out: CuPy arrays of fp32, fp16 or bf16. scalars: alpha
+    and beta, a NumPy array on the host; its dtype, fp32 or fp16, is also that of the accumulation.
     """
     from cupy.cuda import get_current_stream, runtime
 
@@ -62,7 +62,7 @@ def gemm(shape, a, lda, step_a, b, ldb, step_b, out, ldc, step_c, batch, scalars
         )
     else:
         result = blas.hipblasGemmStridedBatchedEx(
-            *problem, a.data.ptr, ka, lda, step_a, b.data.ptr, kb, ldb, step_b, beta, out.data.ptr, kc, ldc, step_c,
-            batch, compute, default,
+            *problem, a.data.ptr, ka, lda, step_a, b.data.ptr, kb, ldb, step_b, beta, out.data.ptr, kc, ldc,
+            step_c, batch, compute, default,
         )  # fmt: skip
     _checked(result)

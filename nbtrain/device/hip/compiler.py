@@ -9,8 +9,11 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.cpu_options import FastMathOptions
 from numba.core.target_extension import target_override
 from numba.hip import dispatcher
+from numba.hip.amdgcn import AMDGPUTargetMachine
 from numba.hip.compiler import HIPCompiler, HIPFlags
 from numba.hip.descriptor import hip_target
+from numba.hip.typing_lowering import hipdevicelib
+from numba.hip.util import comgrutils, llvmutils
 
 from nbtrain.device.cpu import FASTMATH
 
@@ -45,14 +48,30 @@ def entry_name(kernel: Kernel) -> str:
 
 @global_compiler_lock
 def compile_for(kernel: Kernel, signature, arch: str) -> bytes:
-    """The code object of a kernel for `arch` (gfx90a, gfx942, gfx1100 …); it holds one, `entry_name(kernel)`."""
+    """The code object of a kernel for `arch` (gfx90a, gfx942 …), as `entry_name(kernel)`."""
     library = _lowered(kernel, tuple(signature))
-    # numba-hip adds a target to each function and never takes one away: one with two is not inlined, so its stack
-    # and its shared memory are not counted in the kernel.
-    for function in (f for module in library.modules for f in module.functions):
+    functions = [function for module in library.modules for function in module.functions]
+    # numba-hip adds a target to each function and never takes one away: one with two is not inlined, so its
+    # stack and its shared memory are not counted in the kernel.
+    for function in functions:
         for attribute in [a for a in function.attributes if a.startswith('"target-')]:
             function.attributes.discard(attribute)
-    return bytes(library.get_codeobj(arch))
+    # As library.get_codeobj does, which takes most of its time to link the whole of the device library.
+    called = frozenset(f.name for f in functions if f.is_declaration and not f.name.startswith("llvm."))
+    modules = [*library._get_linker_inputs(arch), _device_library(arch, called)]
+    linked = llvmutils.clean_up_kernel_module(llvmutils.link_modules(modules, True), to_bc=True)
+    code, _, _ = comgrutils.compile_bc(linked, isa_name=f"amdgcn-amd-amdhsa--{arch}", logging=True)
+    return bytes(code)
+
+
+@functools.cache
+def _device_library(arch: str, called: frozenset) -> bytes:
+    """numba-hip's device library, less what a kernel that calls these functions does not reach."""
+    keep = ";".join(f"preserve-gv={name}" for name in sorted(called))
+    machine = AMDGPUTargetMachine(arch)
+    return machine.optimize_module(
+        hipdevicelib.get_llvm_bc(arch), passes=f"internalize<{keep}>,globaldce", to_bc=True
+    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -65,8 +84,8 @@ def _lowered(kernel: Kernel, signature):
         result.library, result.fndesc, False, False, {"opt": 3}, code.co_filename, code.co_firstlineno,
         name=entry_name(kernel),
     )  # fmt: skip
-    # The registers that a thread may use follow from the largest block; without this it is 1024 threads. llvmlite
-    # refuses attributes that it does not know; numba-hip adds its own in the same way.
+    # The registers that a thread may use follow from the largest block; without this it is 1024 threads.
+    # llvmlite refuses attributes that it does not know; numba-hip adds its own in the same way.
     set.add(wrapper.attributes, f'"amdgpu-flat-work-group-size"="1,{options["threads"]}"')
     return library
 
@@ -75,7 +94,7 @@ def _compile(
     py_func, return_type, args, debug=False, lineinfo=False, inline=False, fastmath=False, options=None,
     amdgpu_arch=None,
 ):  # fmt: skip
-    """numba.hip.compiler.compile_hip, but fast mathematics never assume that there is no NaN and no infinity."""
+    """numba.hip.compiler.compile_hip, but fast mathematics still reckon with NaN and infinity."""
     flags = HIPFlags()
     flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
     flags.error_model = "numpy"

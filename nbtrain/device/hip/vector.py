@@ -1,7 +1,7 @@
 """Memory accesses and fast elementary functions on AMD GPUs, as LLVM IR inside numba-hip intrinsics.
 
-The element type of an array says how it is read and written: float32; int16, which holds fp16 bits; uint16, which holds
-bf16 bits. Arithmetic is always fp32. See `nbtrain.device.vector` for what each name means.
+The element type of an array says how it is read and written: float32; int16, which holds fp16 bits; uint16,
+which holds bf16 bits. Arithmetic is always fp32. See `nbtrain.device.vector` for what each name means.
 """
 
 from llvmlite import ir
@@ -38,7 +38,7 @@ def _widen(builder, storage, bits):
 
 
 def _narrow(builder, storage, x):
-    """16 bits of storage, rounded to nearest, ties to even. bf16 by hand: gfx90a to gfx1100 have no instruction for it."""
+    """16 bits of storage, rounded to nearest, ties to even; bf16 by hand, for want of an instruction."""
     if storage == types.int16:
         return builder.bitcast(builder.fptrunc(x, F16), I16)
     bits = builder.bitcast(x, I32)
@@ -151,7 +151,7 @@ def round8(typing, dst, at, like):
 
 @intrinsic
 def read8(typing, words, at, src, i):
-    """src[i : i + 8], 16-bit storage in 16-byte alignment, as four packed uint32 words in words[at : at + 4]."""
+    """words[at : at + 4] = src[i : i + 8], 16-bit storage in 16-byte alignment, as packed uint32."""
 
     def codegen(context, builder, signature, args):
         source = element_pointer(context, builder, signature.args[2], args[2], signature.args[3], args[3])
