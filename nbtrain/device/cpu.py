@@ -89,11 +89,24 @@ def cache_folder() -> Path:
     return folder
 
 
+def _source_files(function, found: dict) -> dict:
+    """The files of a function and of every compiled function that it calls: their code is linked into its own."""
+    if function not in found:
+        found[function] = function.__code__.co_filename
+        named = [function.__globals__.get(name) for name in function.__code__.co_names]
+        named += [cell.cell_contents for cell in function.__closure__ or ()]
+        for callee in named:
+            if hasattr(callee, "py_func"):
+                _source_files(callee.py_func, found)
+    return found
+
+
 class _CacheLocator:
-    """Puts numba's cache of one function into `cache_folder`, and lets it expire with this file as well as its own."""
+    """Puts numba's cache of one function into `cache_folder`, and lets it expire with every file its code comes from."""
 
     def __init__(self, function, file):
-        self._file, self._line = file, function.__code__.co_firstlineno
+        self._files = sorted({file, __file__, *_source_files(function, {}).values()})
+        self._line = function.__code__.co_firstlineno
         self._folder = (
             cache_folder() / "cpu" / hashlib.sha256(os.path.abspath(file).encode()).hexdigest()[:16]
         )
@@ -109,7 +122,7 @@ class _CacheLocator:
         return str(self._folder)
 
     def get_source_stamp(self):
-        return hashlib.sha256(Path(self._file).read_bytes() + Path(__file__).read_bytes()).hexdigest()
+        return hashlib.sha256(b"".join(Path(file).read_bytes() for file in self._files)).hexdigest()
 
     def get_disambiguator(self):
         return str(self._line)
