@@ -37,8 +37,8 @@ def slope(x, bias):
 
 
 def check_forward_and_backward(xp, dtype, N, C):
-    """The slope is good to about 5 eps of fp32; dy, up to 5 times its rms, multiplies that: fp32 gradients are
-    allowed four times the usual limit."""
+    """The slope is good to about 5 eps of fp32; dy, up to 5 times its rms, multiplies that: gradients in fp32
+    get four times the usual limit."""
     scale = 4 if dtype == np.float32 else 1
     x, bias, dy = inputs(xp, dtype, N, C)
     for b in (None, bias):
