@@ -39,6 +39,15 @@ def softmax(dtype):
         softmax_backward(x, y, causal=causal, dropout=0.1, rng=rng, dropped=y)
 
 
+def attention(dtype):
+    from nbtrain.ops.attention import attention_backward, attention_forward
+
+    qkv, rng = empty(dtype, (2, T, 3 * C)), empty(np.uint32, (3,))
+    for options in ({}, dict(dropout=0.1, rng=rng)):
+        y, lse = attention_forward(qkv, H, **options)
+        attention_backward(y, qkv, y, lse, H, **options)
+
+
 def cross_entropy(dtype):
     from nbtrain.ops import cross_entropy as op
 
@@ -140,7 +149,7 @@ def cast(dtype):
         cast_and_scale(x, 2.0, out=out, accumulate=True)
 
 
-CALLS = [layernorm, linear, gelu, dropout, cast, softmax, cross_entropy, global_norm, adamw, embedding, batch_check, control]
+CALLS = [layernorm, linear, gelu, dropout, cast, softmax, attention, cross_entropy, global_norm, adamw, embedding, batch_check, control]
 
 
 def record(only: str = "", dtypes=tuple(FLOATS)):

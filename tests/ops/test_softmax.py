@@ -38,17 +38,21 @@ def keep_of(shape, p, site, first):
     return (np.array(bits, np.uint64) >= int(p * 2**32)).reshape(shape) / (1 - p)
 
 
+def nans(xp, like):
+    return xp.asarray(np.full(like.shape, np.nan, like.dtype))
+
+
 def check(xp, dtype, matrices, rows, L, causal, sm_scale=0.7):
     x, dy = randn(xp, dtype, (matrices * rows, L), (matrices * rows, L))
     x64, dy64 = (reference.f64(a).reshape(matrices, rows, L) for a in (x, dy))
     lse = xp.full(matrices * rows, np.nan, np.float32)
-    y = softmax_forward(x, sm_scale=sm_scale, causal=causal, lse=lse, out=xp.full_like(x, np.nan))
+    y = softmax_forward(x, sm_scale=sm_scale, causal=causal, lse=lse, out=nans(xp, x))
     want = reference.softmax(x64, sm_scale, causal)
     assert y.dtype == dtype
     assert_close(y, want.reshape(x.shape), dtype)
     scores = np.where(np.tri(rows, L, dtype=bool), x64, -np.inf) if causal else x64
     assert_close(lse, reference.logsumexp(scores.reshape(-1, L) * sm_scale), np.float32, name="lse")
-    dx = softmax_backward(dy, y, sm_scale=sm_scale, causal=causal, out=xp.full_like(x, np.nan))
+    dx = softmax_backward(dy, y, sm_scale=sm_scale, causal=causal, out=nans(xp, x))
     assert dx.dtype == dtype
     assert_close(dx, softmax_vjp(dy64, x64, sm_scale, causal).reshape(x.shape), dtype, name="dx")
     if causal:
@@ -196,11 +200,11 @@ def test_dropout_follows_the_counter(xp, L, first, dtype):
     keep = keep_of((N, L), p, 9, first)
     assert 0.4 < (keep > 0).mean() < 0.95
     y = softmax_forward(x, causal=causal)
-    got = softmax_forward(x, **options, out=xp.full_like(x, np.nan))
+    got = softmax_forward(x, **options, out=nans(xp, x))
     want = reference.softmax(x, 1.0, causal) * keep
     assert_close(got, want, dtype)
-    dropped = xp.full_like(x, np.nan)
-    dx = softmax_backward(dy, y, **options, dropped=dropped, out=xp.full_like(x, np.nan))
+    dropped = nans(xp, x)
+    dx = softmax_backward(dy, y, **options, dropped=dropped, out=nans(xp, x))
     assert_close(dropped, want, dtype, name="dropped")
     assert_close(dx, softmax_vjp(dy, x, 1.0, causal, keep), dtype, name="dx")
     softmax_backward(dy, y, **options, dropped=y, out=dy)
@@ -210,7 +214,7 @@ def test_dropout_follows_the_counter(xp, L, first, dtype):
 def test_dropped_without_dropout_is_y(xp):
     y, dy = randn(xp, np.float32, (3, 9), (3, 9))
     y = softmax_forward(y)
-    dropped = xp.full_like(y, np.nan)
+    dropped = nans(xp, y)
     softmax_backward(dy, y, dropped=dropped)
     assert (dropped == y).all()
 
