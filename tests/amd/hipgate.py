@@ -134,8 +134,8 @@ class Llvm:
         self.lib = lib = ctypes.CDLL(os.fsdecode(paths.get_library_path("LLVM")))
         for part in ("TargetInfo", "Target", "TargetMC", "AsmPrinter", "AsmParser", "Disassembler"):
             getattr(lib, f"LLVMInitializeAMDGPU{part}")()
-        for name in ("ContextCreate", "CreateMemoryBufferWithMemoryRangeCopy", "CreateTargetMachine",
-                     "GetBufferStart", "CreatePassBuilderOptions", "RunPasses", "CreateDisasmCPU"):  # fmt: skip
+        pointers = "ContextCreate CreateMemoryBufferWithMemoryRangeCopy CreateTargetMachine GetBufferStart"
+        for name in (pointers + " CreatePassBuilderOptions RunPasses CreateDisasmCPU").split():
             getattr(lib, f"LLVM{name}").restype = ctypes.c_void_p
         lib.LLVMGetBufferSize.restype = lib.LLVMDisasmInstruction.restype = ctypes.c_size_t
         lib.LLVMGetErrorMessage.restype = ctypes.c_char_p
