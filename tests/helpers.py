@@ -15,13 +15,16 @@ def randn(xp, dtype, *shapes, seed=0):
     return [xp.asarray(rng.standard_normal(s).astype(dtype)) for s in shapes]
 
 
-def assert_close(got, want, dtype, *, name="y", scale=1.0):
-    """Max error <= scale * 16 * eps(dtype), relative to max(|want|, rms(want)); a nan fails."""
+def assert_close(got, want, dtype, *, name="y", scale=1.0, floor=1e-30):
+    """Max error <= scale * 16 * eps(dtype), relative to max(|want|, rms(want), floor); a nan fails.
+
+    `floor` is the size of what `want` is a difference of, where it may cancel to nothing.
+    """
     got, want = f64(got), f64(want)
     assert got.shape == want.shape, f"{name}: shape {got.shape}, want {want.shape}"
     if not want.size:
         return
-    denom = np.maximum(np.abs(want), np.sqrt(np.mean(want**2)) + 1e-30)
+    denom = np.maximum(np.abs(want), max(np.sqrt(np.mean(want**2)), floor))
     err = np.abs(got - want) / denom
     worst = np.unravel_index(err.argmax(), err.shape)  # argmax finds a nan first
     limit = scale * 16 * EPS[np.dtype(dtype)]

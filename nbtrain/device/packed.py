@@ -34,16 +34,19 @@ _SCALARS = {
 }
 _ARRAYS = {dtype: types.Array(element, 1, "C") for dtype, element in _ELEMENTS.items()}
 _lock = threading.Lock()
+_MAX_DYNAMIC_SHARED_BYTES = 8  # a function attribute's number, CUDA's and HIP's
 
 
 class _Prepared:
     """A loaded kernel and the memory that holds its parameters; every parameter has a slot of 8 bytes."""
 
     def __init__(self, function, signature, shared_bytes):
+        from cupy.cuda import driver
+
         self.function = function  # keeps the module alive
         self.shared_bytes = shared_bytes
         if shared_bytes > 48 * 1024:  # more than every kernel may have must be asked for
-            function.max_dynamic_shared_size_bytes = shared_bytes
+            driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
         slots, self.fields = 0, []
         for entry in signature:
             if entry in _ARRAYS:

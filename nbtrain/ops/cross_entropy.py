@@ -49,7 +49,9 @@ from nbtrain.errors import InvalidValue
 
 ZERO = np.float32(0)
 LOG2E, LN2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
-MASKED = np.float32(-2e38)  # a logit that counts for nothing; times LOG2E it is still finite
+# A logit that counts for nothing. A power of two: its product with LOG2E is exact, so that a fused multiply-add of
+# MASKED * LOG2E - MASKED2 is 0; the rounding of any other number this large is a power that overflows.
+MASKED = np.float32(-(2.0**126))
 MASKED2 = np.float32(MASKED * LOG2E)
 HINT = "Flatten (B, T, V) with logits.reshape(-1, V)."
 

@@ -44,21 +44,22 @@ def poison(xp, dtype, *shape):
 
 
 def check_forward_and_backward(xp, dtype, N, K, M):
-    """An fp32 sum of N terms, one after the other, is off by about sqrt(N) * eps / 2 of its rms: the limit of
-    16 eps grows with N from 4096 on."""
-    scale = max(1, N**0.5 / 64)
+    """An fp32 sum of n terms, one after the other, is off by about sqrt(n) * eps / 3 of its rms; among millions
+    of sums the worst is five times that. So the limit of 16 eps grows with n from 64 on."""
+    limits = [max(1, n**0.5 / 8) for n in (K, M, N)] if dtype == np.float32 else [1, 1, 1]
+    limits = dict(zip(("y", "dx", "dweight"), limits, strict=True), dbias=limits[2])
     x, weight, bias, dy = inputs(xp, dtype, N, K, M)
     x64, weight64, dy64 = map(reference.f64, (x, weight, dy))
     for b in (None, bias):
         y = linear_forward(x, weight, b, out=poison(xp, dtype, N, M))
         assert y.dtype == dtype
-        assert_close(y, reference.linear(x, weight, b), dtype)
+        assert_close(y, reference.linear(x, weight, b), dtype, scale=limits["y"])
     out = poison(xp, dtype, N, K), poison(xp, dtype, K, M), poison(xp, dtype, M)
     got = linear_backward(dy, x, weight, out=out)
     want = dy64 @ weight64.T, x64.T @ dy64, dy64.sum(0)
     for name, a, b in zip(("dx", "dweight", "dbias"), got, want, strict=True):
         assert a.dtype == dtype
-        assert_close(a, b, dtype, name=name, scale=scale if name != "dx" else 1)
+        assert_close(a, b, dtype, name=name, scale=limits[name])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -121,7 +122,8 @@ def test_matmul_takes_transposed_operands_and_slices(xp, M, K, N, dtype):
         out = poison(xp, dtype, M, N + 2)[:, 1:-1]
         assert matmul(u, v, out=out) is out
         assert_close(out, reference.f64(u) @ reference.f64(v), dtype)
-        assert (matmul(u, v) == out).all()
+        if xp is np:  # a BLAS on a GPU may take another algorithm for another row stride
+            assert (matmul(u, v) == out).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

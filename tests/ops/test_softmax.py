@@ -54,7 +54,9 @@ def check(xp, dtype, matrices, rows, L, causal, sm_scale=0.7):
     assert_close(lse, reference.logsumexp(scores.reshape(-1, L) * sm_scale), np.float32, name="lse")
     dx = softmax_backward(dy, y, sm_scale=sm_scale, causal=causal, out=nans(xp, x))
     assert dx.dtype == dtype
-    assert_close(dx, softmax_vjp(dy64, x64, sm_scale, causal).reshape(x.shape), dtype, name="dx")
+    # dy - sum(dy * y) cancels where a row has few terms, and y is good to 4 eps: four times the usual limit.
+    scale = 4 if dtype == np.float32 else 1
+    assert_close(dx, softmax_vjp(dy64, x64, sm_scale, causal).reshape(x.shape), dtype, name="dx", scale=scale)
     if causal:
         hidden = np.broadcast_to(~np.tri(rows, L, dtype=bool), x64.shape).reshape(x.shape)
         assert not reference.host(y)[hidden].any() and not reference.host(dx)[hidden].any()
