@@ -65,8 +65,8 @@ def compare(got, want, dtype):
     """Limits in eps: 8 on the rms error; 32 on the largest, and 256 in fp32.
 
     A plain fp32 attention in NumPy errs by 5 eps rms, and by 60 at the worst element with T = 1000, D = 128:
-    a score is a sum of D products. Where a query has few keys, dp - sum(p * dp) is small beside its terms: with
-    the sum taken from y * dy, as flash attention does, dq and dk err by up to 160."""
+    a score is a sum of D products. Where a query has few keys, dp - sum(p * dp) is small beside its terms:
+    with the sum taken from y * dy, as flash attention does, dq and dk err by up to 160."""
     (y, lse, dqkv), (y64, lse64, dqkv64) = got, want
     assert y.dtype == dqkv.dtype == dtype and lse.dtype == np.float32
     # The GPU's scores are stored in 16 bits, the twin's are not.
