@@ -66,8 +66,6 @@ def _command(function):
     def guarded(*args, **options):
         try:
             return function(*args, **options)
-        except KeyboardInterrupt:
-            raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
             raise  # the reader of our output has left; typer ends quietly
         except (NbtrainError, OSError, MemoryError) as error:

@@ -157,7 +157,6 @@ def train(
             return loss
 
         late: deque = deque()  # steps whose metrics are not read yet
-        ahead = 0 if place == "cpu" else 1  # the CPU is done when a step returns
 
         def read(all_but: int = 0) -> None:
             while len(late) > all_but:
@@ -166,7 +165,7 @@ def train(
         for step in range(first + 1, run.steps + 1):
             params, opt_state, metrics = train_step(params, opt_state, next(source))
             late.append((step, metrics))
-            read(all_but=ahead)
+            read(all_but=steps_ahead(place))
             on_the_way = step < run.steps
             evaluate_now = on_the_way and run.val and run.eval_every and step % run.eval_every == 0
             keep_now = on_the_way and run.save_every and step % run.save_every == 0
@@ -211,6 +210,11 @@ def _start(config, run, dtype, device, resume, report):
         raise InvalidValue(f"{path} has done {done} of {run.steps} steps. Ask for more: --steps.")
     report.say(f"going on from {path}, step {done}, on {resume.params.device} in {resume.meta['dtype']}")
     return resume.params, opt_state, resume.data_state, resume.params.device
+
+
+def steps_ahead(place: str) -> int:
+    """Steps launched before the metrics of one are read. The CPU is done when a step returns."""
+    return 0 if place == "cpu" else 1
 
 
 def evaluate(eval_step, params, chosen, stop: Callable[[], bool] = lambda: False) -> tuple[float, int]:

@@ -86,7 +86,7 @@ def test_everything_comes_back_bit_for_bit(dtype, tmp_path):
             x, y = x.buffer, y.buffer
         assert x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
     assert got.params.buffer.tobytes() == got.opt_state.master.buffer.astype(FLOATS[dtype]).tobytes()
-    assert (got.params.buffer is got.opt_state.master.buffer) == (dtype == "fp32")
+    assert (got.params is got.opt_state.master) == (dtype == "fp32")  # what a donated step goes by
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -135,7 +135,8 @@ def test_a_file_cut_by_its_last_8_bytes_is_named(name, tmp_path):
     folder = _saved(tmp_path / "a")
     n_bytes = (folder / name).stat().st_size
     os.truncate(folder / name, n_bytes - 8)
-    with pytest.raises(InvalidValue, match=rf"{name} is damaged: .*{n_bytes - 8}"):
+    lengths = "" if name == INDEX else f"expected {n_bytes} bytes, there are "
+    with pytest.raises(InvalidValue, match=f"{name} is damaged: {lengths}{n_bytes - 8}"):
         load(folder, device="cpu")
 
 

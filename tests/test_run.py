@@ -116,6 +116,27 @@ def test_training_learns_and_the_log_tells_every_step(run_config, tmp_path):
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_metrics_are_read_when_the_next_step_has_been_launched(run_config, tmp_path, monkeypatch):
+    """As on a GPU, which then never waits for the host; evaluations and the end read what there is."""
+    events, donate = [], nbtrain.run.donate
+
+    def watched(step):
+        donated = donate(step)
+
+        def launch(*args):
+            events.append("launch")
+            return donated(*args)
+
+        return launch
+
+    monkeypatch.setattr(nbtrain.run, "steps_ahead", lambda place: 1)
+    monkeypatch.setattr(nbtrain.run, "donate", watched)
+    run_config = dataclasses.replace(run_config, steps=5, eval_every=3)
+    _train(run_config, tmp_path / "run", report=Quiet(events.append))
+    assert events == ["launch", "launch", 1, "launch", 2, 3, "launch", "launch", 4, 5]
+    assert [row["step"] for row in _rows(tmp_path / "run")] == [1, 2, 3, 3, 4, 5, 5]
+
+
 def test_validation_takes_the_mean_over_tokens_not_batches(run_config):
     params, _ = init(CONFIG, dtype="fp32", device="cpu")
     step = make_eval_step(CONFIG)
