@@ -75,14 +75,18 @@ def backward_configs(D):
         dq = [
             Config(1, 64, 4), Config(2, 64, 2), Config(1, 64, 3), Config(1, 64, 3, in_registers=True),
             Config(2, 64, 1, in_registers=True), Config(1, 128, 2), Config(2, 128, 1),
+            Config(2, 64, 2, 4), Config(1, 64, 3, 4), Config(2, 64, 1, 4, in_registers=True),
         ]  # fmt: skip
         dkv = [
             Config(1, 64, 3), Config(2, 64, 1), Config(1, 64, 2), Config(1, 64, 2, in_registers=True),
-            Config(2, 64, 1, in_registers=True),
+            Config(2, 64, 1, in_registers=True), Config(2, 64, 1, 4), Config(2, 64, 1, 4, in_registers=True),
+            Config(1, 64, 2, 4, in_registers=True),
         ]  # fmt: skip
     else:
-        dq = [Config(1, 64, 2), Config(2, 64, 1), Config(1, 64, 2, in_registers=True)]
-        dkv = [Config(1, 64, 2), Config(2, 64, 1), Config(1, 64, 1)]
+        dq = [
+            Config(1, 64, 2), Config(2, 64, 1), Config(1, 64, 2, in_registers=True), Config(2, 64, 1, 3), Config(2, 64, 1, 4),
+        ]  # fmt: skip
+        dkv = [Config(1, 64, 2), Config(2, 64, 1), Config(2, 64, 1, 3), Config(2, 64, 1, 4)]
     return dq, dkv
 
 

@@ -2,11 +2,16 @@
 
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+from nbtrain.device import FLOATS
+from nbtrain.device.fused_attention import fused_attention
+from nbtrain.device.nvidia import flash
 from nbtrain.device.nvidia.flash_backward import dkv_body, dq_body
 from nbtrain.device.nvidia.flash_forward import drifting_body, forward_body, pipelined_body
+from nbtrain.errors import InvalidValue
 from tests.nvidia.warps import STORAGE, Memory, WarpTiles, run
 from tests.reference import attention, f64
 
@@ -93,6 +98,8 @@ def test_forward_is_exact_attention(body, storage, arch, B, T, H, D, options):
     "storage, arch, B, T, H, D, dq, dkv, whole",
     [
         ("f16", 90, 1, 130, 1, 96, 1, 1, "in registers"),
+        ("bf16", 90, 1, 512, 1, 64, 2, 2, "drift"),
+        ("f16", 90, 1, 390, 1, 32, 2, 2, "drift"),
         ("bf16", 90, 1, 128, 2, 64, 1, 1, True),
         ("f16", 90, 1, 197, 2, 64, 2, 2, False),
         ("f16", 90, 2, 65, 1, 128, 1, 1, False),
@@ -107,7 +114,11 @@ def test_backward_is_the_gradient(storage, arch, B, T, H, D, dq, dkv, whole):
     sm_scale = 1 / math.sqrt(D)
     out, lse, want = exact(qkv, H, sm_scale, dout)
     tiles, padded, sl = WarpTiles(storage, arch), -(-T // 128) * 128, np.float32(sm_scale * LOG2E)
-    options = {"whole": whole is True, "in_registers": whole == "in registers"}
+    options = {
+        "whole": whole is True,
+        "in_registers": whole == "in registers",
+        "stages": 4 * (whole == "drift"),
+    }
     memory = Memory()
     at_qkv, at_dout = memory.add(qkv), memory.add(dout)
     at_out, at_lse = memory.add(out.astype(STORAGE[storage])), memory.add(lse.astype(np.float32))
@@ -135,3 +146,73 @@ def test_backward_is_the_gradient(storage, arch, B, T, H, D, dq, dkv, whole):
 def test_the_float64_reference_agrees_with_the_shared_one():
     qkv, dout = inputs("f16", 2, 5, 2, 4)
     np.testing.assert_allclose(exact(qkv, 2, 0.5, dout)[0], attention(qkv, 2, 0.5), rtol=1e-12)
+
+
+def test_what_is_not_supported_has_a_reason():
+    bf16 = np.dtype(ml_dtypes.bfloat16)
+    assert flash.supported(bf16, 64, 0.0, (8, 0)) is None
+    assert "fp16 and bf16" in flash.supported(np.dtype(np.float32), 64, 0.0, (9, 0))
+    assert "63" in flash.supported(bf16, 63, 0.0, (9, 0))
+    assert "dropout" in flash.supported(bf16, 64, 0.1, (9, 0))
+    assert "7.5" in flash.supported(bf16, 64, 0.0, (7, 5))
+    module, reason = fused_attention(np.zeros((1, 2, 192), np.float16), 1, 0.125)
+    assert module is None and "this device" in reason
+
+
+def test_wgmma_is_chosen_for_hopper_alone():
+    chosen = [flash.instruction_set(cc) for cc in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))]
+    assert chosen == [flash.MMA, flash.MMA, flash.WGMMA, flash.MMA, flash.MMA]
+
+
+def test_launchers_refuse_what_does_not_fit():
+    qkv, out, lse = (
+        np.zeros((1, 4, 192), np.float16),
+        np.zeros((1, 4, 64), np.float16),
+        np.zeros((1, 1, 4), np.float32),
+    )
+    with pytest.raises(InvalidValue, match="head dimensions"):
+        flash.flash_forward(qkv[..., :189].copy(), 1, 0.1, out[..., :63].copy(), lse, arch=flash.MMA)
+    with pytest.raises(InvalidValue, match="do not fit"):
+        flash.flash_forward(qkv, 2, 0.1, out, lse, arch=flash.MMA)
+    shifted = np.zeros(4 * 192 + 1, np.float16)[1:].reshape(1, 4, 192)
+    with pytest.raises(InvalidValue, match="16 bytes"):
+        flash.flash_forward(shifted, 1, 0.1, out, lse, arch=flash.MMA)
+    with pytest.raises(InvalidValue, match="stats"):
+        flash.flash_backward(out, qkv, out, lse, 1, 0.1, qkv, stats=lse, arch=flash.MMA)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("D", flash.HEAD_DIMS)
+@pytest.mark.parametrize("T", [1, 65, 192, 1000, 1024])
+def test_launchers_on_a_gpu(dtype, D, T):
+    import cupy
+
+    B, H, sm_scale = 2, 3, D**-0.5
+    host_qkv, host_dout = inputs({"fp16": "f16", "bf16": "bf16"}[dtype], B, T, H, D, seed=T + D)
+    qkv, dout = cupy.asarray(host_qkv), cupy.asarray(host_dout)
+    module, reason = fused_attention(qkv, H, sm_scale)
+    if module is None:
+        pytest.skip(reason)
+    nan = {
+        name: cupy.full(x.shape, np.nan, np.float32).astype(FLOATS[dtype])
+        for name, x in (("y", dout), ("d", qkv))
+    }
+    results = []
+    for _ in range(3):
+        out, dqkv, lse = nan["y"].copy(), nan["d"].copy(), cupy.full((B, H, T), np.nan, np.float32)
+        stats = cupy.full(module.stats_shape(B, T, H), np.nan, np.float32)
+        module.flash_forward(qkv, H, sm_scale, out, lse)
+        module.flash_backward(dout, qkv, out, lse, H, sm_scale, dqkv, stats=stats)
+        results.append([x.get() for x in (out, lse, dqkv)])
+    for again in results[1:]:
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(results[0], again, strict=True))
+    want, want_lse, want_grads = exact(host_qkv, H, sm_scale, host_dout)
+    limit = LIMIT[{"fp16": "f16", "bf16": "bf16"}[dtype]]
+    assert relative(results[0][0], want) < limit
+    assert np.abs(results[0][1] - want_lse).max() < 1e-4
+    got = f64(results[0][2]).reshape(B, T, 3, -1)
+    assert np.isfinite(got).all()
+    for i, name in enumerate("qkv"):
+        if T > 1 or name == "v":
+            assert relative(got[:, :, i], want_grads.reshape(got.shape)[:, :, i]) < limit, f"d{name}"

@@ -268,7 +268,7 @@ class Warp:
         block = self.block
         with block.changed:
             assert block.changed.wait_for(
-                lambda: not block.phases or block.phases[address][2] & 1 != parity, 60
+                lambda: not block.phases or block.phases[address][2] & 1 != parity, 20
             ), "hang"
         if not block.phases:
             raise threading.BrokenBarrierError

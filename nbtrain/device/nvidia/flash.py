@@ -39,9 +39,6 @@ class Config(NamedTuple):
     copying_warp: bool = False  # in the pipeline: a warp that only copies; else every thread copies
     in_registers: bool = False  # what a block owns is read from shared memory once, not at each tile
     overlap: bool = False  # of two products, in the pipeline
-    ragged_blocks: int = (
-        0  # blocks on a multiprocessor where the last tile is cut, which takes more registers; 0: as many
-    )
 
 
 # By instruction set, then by the largest head dimension that they suit.
@@ -54,7 +51,7 @@ BACKWARD_DQ = {
     MMA: {64: Config(1, 64, 2), 96: Config(1, 64, 2), 128: Config(1, 64, 1)},
 }
 BACKWARD_DKV = {
-    WGMMA: {64: Config(1, 64, 3, ragged_blocks=2), 96: Config(1, 64, 2), 128: Config(1, 64, 2)},
+    WGMMA: {64: Config(1, 64, 3), 96: Config(1, 64, 2), 128: Config(1, 64, 2)},
     MMA: {64: Config(1, 64, 2), 96: Config(1, 64, 2), 128: Config(1, 64, 1)},
 }
 # The heads whose blocks run together are as many as have this much of what they read again and again (K and V; Q and dO).
@@ -100,7 +97,7 @@ def _suited(table, arch, D) -> Config:
 def _compiled(body, storage, arch, D, config: Config, **options):
     function, threads, shared_bytes = body(Tiles(storage, arch), D, W=config.warpgroups, **options)
     decorate = kernel(
-        launch_bounds=(threads, config.blocks if options["whole"] else config.ragged_blocks or config.blocks),
+        launch_bounds=(threads, config.blocks),
         fastmath=False,  # infinities mark what is masked
         shared_bytes=shared_bytes,
         one_architecture=arch == WGMMA,
@@ -119,14 +116,14 @@ def forward_kernel(storage: str, arch: int, D: int, config: Config, whole: bool)
 
 @functools.cache
 def dq_kernel(storage: str, arch: int, D: int, config: Config, whole: bool):
-    return _compiled(
-        dq_body, storage, arch, D, config, BN=config.tile, whole=whole, in_registers=config.in_registers
-    )
+    options = {"whole": whole, "in_registers": config.in_registers, "stages": config.stages}
+    return _compiled(dq_body, storage, arch, D, config, BN=config.tile, **options)
 
 
 @functools.cache
 def dkv_kernel(storage: str, arch: int, D: int, config: Config, whole: bool):
-    return _compiled(dkv_body, storage, arch, D, config, whole=whole, in_registers=config.in_registers)
+    options = {"whole": whole, "in_registers": config.in_registers, "stages": config.stages}
+    return _compiled(dkv_body, storage, arch, D, config, **options)
 
 
 def _group(heads: int, T: int, D: int, group_bytes: int | None) -> int:

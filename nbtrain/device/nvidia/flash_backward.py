@@ -3,11 +3,11 @@
     P = exp(sm_scale Q K^T - lse);  delta = rowsum(dO * O);  dS = P * (dO V^T - delta)
     dV = P^T dO;  dK = sm_scale dS^T Q;  dQ = sm_scale dS K
 
-`flash_backward_dq`: a block owns 64 queries a warpgroup and loops over keys; it also leaves -lse / sm_scale and -delta in `stats`
-(2, B * H, T rounded up to 128), -inf and 0 beyond T. `flash_backward_dkv` owns keys and loops over queries: there it starts the
-accumulators of S and dP, so that beyond T P = 0. That one multiplies S^T = K Q^T and dP^T = V dO^T, whose accumulators are, once
-packed, the A operands of dV and dK. S and dP are multiplied twice: seven products where one kernel with atomics, or with an
-exchange between blocks, needs five.
+`flash_backward_dq`: a block owns 64 queries a warpgroup and loops over keys. It also leaves -lse / sm_scale and -delta in `stats`
+(2, B * H, T rounded up to 128); beyond T they are 0, and so is the dO that P is multiplied with.
+`flash_backward_dkv`: a block owns keys and loops over queries; accumulators of S and dP start with those two. It multiplies
+S^T = K Q^T and dP^T = V dO^T: once packed, their accumulators are the A operands of dV and dK.
+S and dP are multiplied twice: seven products where one kernel with atomics, or with an exchange between blocks, needs five.
 """
 
 from nbtrain.device.nvidia.flash_tiles import (
@@ -27,16 +27,23 @@ from nbtrain.device.nvidia.ptx import ROW_BYTES
 STATS_ROWS = 128  # stats are padded to a multiple of this many rows
 
 
-def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False, in_registers: bool = False):
+def dq_body(
+    tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False, in_registers: bool = False, stages: int = 0
+):
     """(kernel function, threads, bytes of shared memory): W warpgroups of queries, tiles of BN keys.
 
-    `in_registers`: Q and dO are read from shared memory once, not at each tile of keys.
+    `in_registers`: Q and dO are read from shared memory once, not at each tile of keys. `stages`: 0, or warpgroups drift apart as
+    in the forward pass's `drifting_body`.
     """
     BM, THREADS = 64 * W, 128 * W
     assert BM <= STATS_ROWS
     STRIDE = THREADS // 8
     KV, QB = tile_bytes(BN, D), tile_bytes(BM, D)
-    STAGE, KV0 = 2 * KV, 2 * QB
+    STAGE, KV0, SLOTS, DRIFT = 2 * KV, 2 * QB, stages or 2, stages > 0
+    assert not DRIFT or stages >= 3 and (W - 1) * 64 <= stages * BN
+    AHEAD = SLOTS - 2 if DRIFT else 1  # tiles
+    FULL = KV0 + SLOTS * STAGE
+    FREE = FULL + 8 * SLOTS
     KS, NS, NO = D // 16, BN // 2, D // 2
     q_panel, kv_panel = BM * ROW_BYTES, BN * ROW_BYTES
     wgmma = tiles.arch >= 90
@@ -62,11 +69,36 @@ def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False, in_reg
         copy_tile(e, target, q, q_step, left, chunk, BM, D, THREADS, whole)
         copy_tile(e, e.add(target, QB), dout, o_step, left, chunk, BM, D, THREADS, whole)
 
-    @tiles.op("i32, i64, i64, i64, i32, i32")
-    def copy_kv(e, target, k, v, step, left, chunk):
+    @tiles.op("i32, i64, i64, i64, i32, i32, i32")
+    def copy_kv(e, target, k, v, step, left, chunk, barrier):
         copy_tile(e, target, k, step, left, chunk, BN, D, THREADS, whole)
         copy_tile(e, e.add(target, KV), v, step, left, chunk, BN, D, THREADS, whole)
+        if DRIFT:
+            e.barrier_arrive_copies(barrier)
         e.commit()
+
+    @tiles.op("i32")
+    def init_barriers(e, sm):
+        for i in range(SLOTS):
+            e.barrier_init(sm, FULL + 8 * i, THREADS)
+            e.barrier_init(sm, FREE + 8 * i, 4 * W)
+
+    @tiles.op("i32, i32")
+    def wait(e, barrier, parity):
+        e.barrier_wait(barrier, parity)
+
+    @tiles.op("i32, i32")
+    def wait_tile(e, barrier, parity):
+        e.barrier_wait(barrier, parity)
+        e.fence_async()
+
+    @tiles.op("i32")
+    def free(e, barrier):
+        e.barrier_arrive(barrier)
+
+    @tiles.op("i32")
+    def sync_warpgroup(e, barrier):
+        e.sync_warpgroup(barrier)
 
     @tiles.op("")
     def visible(e):
@@ -96,8 +128,6 @@ def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False, in_reg
             score = e.fmul(
                 e.load_global_f(lse, half * 32, None if whole else (left, half * 8)), minus_inverse_scale
             )
-            if not whole:
-                score = e.select_ge(left, half * 8 + 1, score, e.f(NEGATIVE_INFINITY))
             e.store_global_f(nl, half * 32, score)
             e.store_global_f(nd, half * 32, delta)
             scores.append(score)
@@ -155,7 +185,6 @@ def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False, in_reg
         step = stride * STRIDE
         source = address(qkv) + (b * T + row) * stride + h * (2 * D) + chunk * 16
         k_source = source + orow
-        v_source = k_source + orow
         dout_head = address(dout) + (b * T + q0) * orow + h * (2 * D)
         sm = shared()
         target = sm + row * ROW_BYTES + ((chunk ^ (row & 7)) << 4)
@@ -168,8 +197,22 @@ def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False, in_reg
             T - q0 - row,
             chunk,
         )
-        copy_kv(target + KV0, k_source, v_source, step, T - row, chunk)
-
+        if DRIFT:
+            if warp == 0:
+                init_barriers(sm)
+            sync()
+        last = min(q0 + BM, T)
+        load0 = 0
+        load_slot = 0
+        load_phase = 1
+        while load0 < min(last, AHEAD * BN):
+            copy_kv(
+                target + KV0 + load_slot * STAGE, k_source, k_source + orow, step, T - load0 - row, chunk,
+                sm + FULL + 8 * load_slot,
+            )  # fmt: skip
+            k_source += BN * stride
+            load0 += BN
+            load_slot += 1
         g0 = q0 + (warp >> 2) * 64
         w0 = q0 + warp * 16
         r0 = w0 + (lane >> 2)
@@ -186,48 +229,68 @@ def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False, in_reg
         q = rows(sm + (warp >> 2) * (64 * ROW_BYTES))
         do = rows(sm + QB + (warp >> 2) * (64 * ROW_BYTES))
         acc = zeros()
-        last = min(q0 + BM, T)
         k0 = 0
-        stage = 0
+        slot = 0
+        phase = 0
         while k0 < last:
-            arrived()
-            visible()
-            sync()
-            if k0 + BN < last:
-                off = (k0 + BN) * stride
+            if not DRIFT:
+                arrived()
+                visible()
+                sync()
+            if load0 < last:
+                if DRIFT:
+                    wait(sm + FREE + 8 * load_slot, load_phase)
+                else:
+                    load_slot = slot ^ 1
                 copy_kv(
-                    target + KV0 + (STAGE - stage),
-                    k_source + off,
-                    v_source + off,
-                    step,
-                    T - k0 - BN - row,
-                    chunk,
-                )
+                    target + KV0 + load_slot * STAGE, k_source, k_source + orow, step, T - load0 - row, chunk,
+                    sm + FULL + 8 * load_slot,
+                )  # fmt: skip
+                k_source += BN * stride
+                load0 += BN
+                load_slot += 1
+                if load_slot == SLOTS:
+                    load_slot = 0
+                    load_phase ^= 1
             if k0 <= g0 + 63:
-                k = sm + KV0 + stage
-                s, dp = scores_and_dp(q, k, do, k + KV, nd)
+                if DRIFT:
+                    wait_tile(sm + FULL + 8 * slot, phase)
+                kv = sm + KV0 + slot * STAGE
+                s, dp = scores_and_dp(q, kv, do, kv + KV, nd)
                 if k0 + (BN - 1) > g0:
                     s = mask(s, diff - k0)
-                acc = add_dq(acc, s, dp, nl, sl, k)
-            stage = STAGE - stage
+                acc = add_dq(acc, s, dp, nl, sl, kv)
+                if DRIFT:
+                    free(sm + FREE + 8 * slot)
+            slot += 1
+            if slot == SLOTS:
+                slot = 0
+                phase ^= 1
             k0 += BN
-        sync()
+        if DRIFT:
+            sync_warpgroup(1 + (warp >> 2))
+        else:
+            sync()
         gradient = address(dqkv) + (b * T + w0 + (lane >> 3)) * stride + h * (2 * D) + (lane & 7) * 16
         store(acc, scale, sm + warp * (16 * ROW_BYTES), gradient, stride * 4, T - w0 - (lane >> 3))
 
-    return flash_backward_dq, THREADS, KV0 + 2 * STAGE
+    return flash_backward_dq, THREADS, FREE + 8 * SLOTS
 
 
-def dkv_body(tiles, D: int, W: int = 1, whole: bool = False, in_registers: bool = False):
+def dkv_body(tiles, D: int, W: int = 1, whole: bool = False, in_registers: bool = False, stages: int = 0):
     """(kernel function, threads, bytes of shared memory): W warpgroups of keys, tiles of 64 queries.
 
-    `in_registers`: K and V are read from shared memory once, not at each tile of queries.
+    `in_registers`: K and V are read from shared memory once, not at each tile of queries. `stages`: as in `dq_body`.
     """
     BK, BQ, THREADS = 64 * W, 64, 128 * W
     STRIDE = THREADS // 8
     KB, QB = tile_bytes(BK, D), tile_bytes(BQ, D)
-    STAGE, ST0 = 2 * QB, 2 * KB
-    STATS = ST0 + 2 * STAGE  # two stages of 64 times -lse / sm_scale and 64 times -delta
+    STAGE, ST0, SLOTS, DRIFT = 2 * QB, 2 * KB, stages or 2, stages > 0
+    assert not DRIFT or stages >= 3
+    AHEAD = SLOTS - 2 if DRIFT else 1  # tiles
+    STATS = ST0 + SLOTS * STAGE  # a stage: 64 times -lse / sm_scale and 64 times -delta
+    FULL = STATS + SLOTS * 512
+    FREE = FULL + 8 * SLOTS
     KS, NS, NO = D // 16, BQ // 2, D // 2
     k_panel, q_panel = BK * ROW_BYTES, BQ * ROW_BYTES
     wgmma = tiles.arch >= 90
@@ -253,12 +316,37 @@ def dkv_body(tiles, D: int, W: int = 1, whole: bool = False, in_registers: bool 
         copy_tile(e, target, k, step, left, chunk, BK, D, THREADS, whole)
         copy_tile(e, e.add(target, KB), v, step, left, chunk, BK, D, THREADS, whole)
 
-    @tiles.op("i32, i64, i64, i64, i64, i32, i32, i32, i64")
-    def copy_q(e, target, q, q_step, dout, o_step, left, chunk, stats_target, stats):
+    @tiles.op("i32, i64, i64, i64, i64, i32, i32, i32, i64, i32")
+    def copy_q(e, target, q, q_step, dout, o_step, left, chunk, stats_target, stats, barrier):
         copy_tile(e, target, q, q_step, left, chunk, BQ, D, THREADS, whole)
         copy_tile(e, e.add(target, QB), dout, o_step, left, chunk, BQ, D, THREADS, whole)
         e.copy16(stats_target, 0, stats, 0, if_gt=(e.sub(e.i(32), e.thread()), 0))
+        if DRIFT:
+            e.barrier_arrive_copies(barrier)
         e.commit()
+
+    @tiles.op("i32")
+    def init_barriers(e, sm):
+        for i in range(SLOTS):
+            e.barrier_init(sm, FULL + 8 * i, THREADS)
+            e.barrier_init(sm, FREE + 8 * i, 4 * W)
+
+    @tiles.op("i32, i32")
+    def wait(e, barrier, parity):
+        e.barrier_wait(barrier, parity)
+
+    @tiles.op("i32, i32")
+    def wait_tile(e, barrier, parity):
+        e.barrier_wait(barrier, parity)
+        e.fence_async()
+
+    @tiles.op("i32")
+    def free(e, barrier):
+        e.barrier_arrive(barrier)
+
+    @tiles.op("i32")
+    def sync_warpgroup(e, barrier):
+        e.sync_warpgroup(barrier)
 
     @tiles.op("")
     def visible(e):
@@ -333,14 +421,28 @@ def dkv_body(tiles, D: int, W: int = 1, whole: bool = False, in_registers: bool 
         sm = shared()
         target = sm + row * ROW_BYTES + ((chunk ^ (row & 7)) << 4)
         stats_target = sm + STATS + (t & 31) * 16
-        q0 = key0
-        k_source = source + orow + key0 * stride
+        source += key0 * stride
+        d_source += key0 * orow
+        stats_source += key0 * 4
+        k_source = source + orow
         copy_kv(target, k_source, k_source + orow, step, T - key0 - row, chunk)
-        copy_q(
-            target + ST0, source + q0 * stride, step, d_source + q0 * orow, orow * STRIDE, T - q0 - row, chunk,
-            stats_target, stats_source + q0 * 4,
-        )  # fmt: skip
-
+        if DRIFT:
+            if warp == 0:
+                init_barriers(sm)
+            sync()
+        load0 = key0
+        load_slot = 0
+        load_phase = 1
+        while load0 < min(T, key0 + AHEAD * BQ):
+            copy_q(
+                target + ST0 + load_slot * STAGE, source, step, d_source, orow * STRIDE, T - load0 - row, chunk,
+                stats_target + 512 * load_slot, stats_source, sm + FULL + 8 * load_slot,
+            )  # fmt: skip
+            source += BQ * stride
+            d_source += BQ * orow
+            stats_source += 4 * BQ
+            load0 += BQ
+            load_slot += 1
         wk0 = key0 + warp * 16
         g0 = key0 + (warp >> 2) * 64
         diff = 2 * (lane & 3) - (lane >> 2) - wk0
@@ -351,32 +453,54 @@ def dkv_body(tiles, D: int, W: int = 1, whole: bool = False, in_registers: bool 
         v = rows(sm + KB + (warp >> 2) * (64 * ROW_BYTES))
         dk = zeros()
         dv = zeros()
-        stage = 0
+        q0 = key0
+        slot = 0
+        phase = 0
         while q0 < T:
-            arrived()
-            visible()
-            sync()
-            q1 = q0 + BQ
-            if q1 < T:
+            if not DRIFT:
+                arrived()
+                visible()
+                sync()
+            if load0 < T:
+                if DRIFT:
+                    wait(sm + FREE + 8 * load_slot, load_phase)
+                else:
+                    load_slot = slot ^ 1
                 copy_q(
-                    target + ST0 + (STAGE - stage), source + q1 * stride, step, d_source + q1 * orow, orow * STRIDE,
-                    T - q1 - row, chunk, stats_target + (512 if stage == 0 else 0), stats_source + q1 * 4,
+                    target + ST0 + load_slot * STAGE, source, step, d_source, orow * STRIDE, T - load0 - row, chunk,
+                    stats_target + 512 * load_slot, stats_source, sm + FULL + 8 * load_slot,
                 )  # fmt: skip
+                source += BQ * stride
+                d_source += BQ * orow
+                stats_source += 4 * BQ
+                load0 += BQ
+                load_slot += 1
+                if load_slot == SLOTS:
+                    load_slot = 0
+                    load_phase ^= 1
             if q0 + 63 >= g0:
-                q = sm + ST0 + stage
-                s, dp = scores_and_dp(
-                    k, q, v, q + QB, sm + STATS + (0 if stage == 0 else 512) + (lane & 3) * 8
-                )
+                if DRIFT:
+                    wait_tile(sm + FULL + 8 * slot, phase)
+                q = sm + ST0 + slot * STAGE
+                s, dp = scores_and_dp(k, q, v, q + QB, sm + STATS + 512 * slot + (lane & 3) * 8)
                 p = probabilities(s, sl)
                 if q0 < g0 + 63:
                     p = mask(p, diff + q0)
                 dv, dk = add_dv_dk(dv, p, q + QB, dk, dp, q)
-            stage = STAGE - stage
-            q0 = q1
-        sync()
+            if DRIFT:
+                free(sm + FREE + 8 * slot)
+            slot += 1
+            if slot == SLOTS:
+                slot = 0
+                phase ^= 1
+            q0 += BQ
+        if DRIFT:
+            sync_warpgroup(1 + (warp >> 2))
+        else:
+            sync()
         gradient = address(dqkv) + (b * T + wk0 + (lane >> 3)) * stride + h * (2 * D) + (lane & 7) * 16
         left = T - wk0 - (lane >> 3)
         store(dk, scale, sm + warp * (16 * ROW_BYTES), gradient + orow, stride * 4, left)
         store(dv, one, sm + KB + warp * (16 * ROW_BYTES), gradient + 2 * orow, stride * 4, left)
 
-    return flash_backward_dkv, THREADS, STATS + 1024
+    return flash_backward_dkv, THREADS, FREE + 8 * SLOTS
