@@ -1,4 +1,4 @@
-"""What operators made of a softmax over rows share (softmax, attention): GPU kernels and dropout.
+"""What operators made of a softmax over rows share (softmax, attention): the GPU kernels.
 
 Equations, shapes and what dropout means are in `nbtrain.ops.softmax`. Both kernels give a row to a group of
 threads, eight columns at a time, and keep it in registers; rows of more than 16,384 are read again for every
@@ -6,47 +6,21 @@ pass, from the cache. A causal row reads only the eights that its query sees.
 """
 
 import functools
-from typing import NamedTuple
 
 import numpy as np
 from numba import float32, uint32
 
 from nbtrain.device.arrays import aligned
 from nbtrain.device.backend import backend, cuda
-from nbtrain.device.cpu import routine
+from nbtrain.device.dropout import KEEP_ALL, NO_DROPOUT, Dropout, bits8_of, drop_mode
 from nbtrain.device.launching import launch
-from nbtrain.device.philox import random_bits8, random_bits8_cpu
 from nbtrain.device.tuning import row_shape
 from nbtrain.device.vector import block_max, block_sum, exp2, log2, rcp, row_access
-from nbtrain.errors import InvalidType, InvalidValue
+from nbtrain.errors import InvalidValue
 
 MAX_L = 32768  # 1024 threads, 32 columns each
-BITS_ROOM = 10  # what `draw_bits` may write around the bits that were asked for
 ZERO, LOG2E, LN2 = np.float32(0), np.float32(1 / np.log(2)), np.float32(np.log(2))
 LOWEST = np.finfo(np.float32).min  # not -inf: kernels are compiled for finite constants
-
-
-class Dropout(NamedTuple):
-    rng: object  # uint32 (3,) on the device: seed low, seed high, step
-    site: int
-    first: int  # the element number of row 0, column 0
-    threshold: np.uint32  # an element is kept where its bits reach it
-    scale: np.float32  # 1 / (1 - p), of what is kept
-
-
-NO_DROPOUT = Dropout(None, 0, 0, np.uint32(0), np.float32(1))
-
-
-def dropout_of(op: str, p: float, rng, site: int, first: int) -> Dropout:
-    if not 0 <= p < 1:
-        raise InvalidValue(f"{op} expects 0 <= dropout < 1; got {p}. 0 drops nothing.")
-    if p == 0:
-        return NO_DROPOUT
-    if rng is None:
-        raise InvalidType(
-            f"{op} with dropout={p} expects rng, uint32 (seed low, seed high, step); got None. Pass rng=."
-        )
-    return Dropout(rng, site, first, np.uint32(int(p * 2**32)), np.float32(1 / (1 - p)))
 
 
 def check_length(op: str, L: int) -> None:
@@ -54,41 +28,6 @@ def check_length(op: str, L: int) -> None:
         raise InvalidValue(
             f"{op} expects rows of at most {MAX_L} columns; got {L}. Split the row, or use a shorter context."
         )
-
-
-@routine
-def draw_bits(buf, rng, site, element, count):
-    """For CPU twins: the bits of `count` elements from `element` on, in buf, uint32 (count + BITS_ROOM,)."""
-    skip = element & 3
-    for k in range(0, skip + count, 8):
-        random_bits8_cpu(buf, k, rng, site, element - skip + k)
-    return buf[skip : skip + count]
-
-
-@backend.device_function
-def _random_bits8_anywhere(dst, at, rng, site, element):
-    """`random_bits8` for any element: of sixteen, the eight from there on.
-
-    Indices are constants, so that the words stay in registers.
-    """
-    skip = element & 3
-    words = cuda.local.array(16, uint32)
-    random_bits8(words, 0, rng, site, element - skip)
-    random_bits8(words, 8, rng, site, element - skip + 8)
-    for j in range(8):
-        low = words[j] if skip == 0 else words[j + 1]
-        high = words[j + 2] if skip == 2 else words[j + 3]
-        dst[at + j] = low if skip < 2 else high
-
-
-# No dropout; numbers of eights that are multiples of 4, as random_bits8 wants them; any numbers.
-_KEEP_ALL, _DROP_ALIGNED, _DROP_ANYWHERE = range(3)
-
-
-def _drop_mode(dropout: Dropout, L: int) -> int:
-    if dropout.rng is None:
-        return _KEEP_ALL
-    return _DROP_ALIGNED if L % 4 == 0 and dropout.first % 4 == 0 else _DROP_ANYWHERE
 
 
 @functools.cache
@@ -101,7 +40,7 @@ def _forward_kernel(L: int, aligned: bool, causal: bool, with_lse: bool, drop: i
     )  # KEPT: the row stays in registers between the passes
     W = 8 * V if KEPT else 8
     load8, store8 = row_access(aligned)
-    bits8 = random_bits8 if drop == _DROP_ALIGNED else _random_bits8_anywhere
+    bits8 = bits8_of(drop)
     row_max, row_sum = block_max(T, R), block_sum(T, R)
 
     @backend.kernel(launch_bounds=T * R)
@@ -154,7 +93,7 @@ def _forward_kernel(L: int, aligned: bool, causal: bool, with_lse: bool, drop: i
                             a[j] = exp2((a[j] - m) * (sm_scale * LOG2E))
                     for j in range(8):
                         a[at + j] = a[at + j] * inv if WHOLE or c + j < end else ZERO
-                    if drop != _KEEP_ALL and c < end:
+                    if drop != KEEP_ALL and c < end:
                         bits8(bits, 0, rng, site, first + n * L + c)
                         for j in range(8):
                             a[at + j] = a[at + j] * keep_scale if bits[j] >= threshold else ZERO
@@ -171,7 +110,7 @@ def _backward_kernel(L: int, aligned: bool, causal: bool, with_dropped: bool, dr
     WHOLE, KEPT = not causal and L == 8 * T * V, V <= 2
     W = 8 * V if KEPT else 8
     load8, store8 = row_access(aligned)
-    bits8 = random_bits8 if drop == _DROP_ALIGNED else _random_bits8_anywhere
+    bits8 = bits8_of(drop)
     row_sum = block_sum(T, R)
 
     @backend.device_function
@@ -183,7 +122,7 @@ def _backward_kernel(L: int, aligned: bool, causal: bool, with_dropped: bool, dr
             if not WHOLE and j >= end:
                 a[at + j] = ZERO
                 d[at + j] = ZERO
-        if drop != _KEEP_ALL:
+        if drop != KEEP_ALL:
             bits = cuda.local.array(8, uint32)
             bits8(bits, 0, rng, site, element)
             for j in range(8):
@@ -250,7 +189,7 @@ def _backward_kernel(L: int, aligned: bool, causal: bool, with_dropped: bool, dr
 def launch_forward(x, y, L: int, *, sm_scale, causal, lse=None, dropout=NO_DROPOUT) -> None:
     """y = softmax of the rows of L in x, any shape; y may be x."""
     N = x.size // L
-    forward, T, R = _forward_kernel(L, aligned(L, x, y), causal, lse is not None, _drop_mode(dropout, L))
+    forward, T, R = _forward_kernel(L, aligned(L, x, y), causal, lse is not None, drop_mode(dropout, L))
     rng, *rest = dropout
     rng, lse = (x if a is None else a for a in (rng, lse))
     launch(forward, -(-N // R), (T, R), x, N, np.float32(sm_scale), rng, *rest, lse, y)
@@ -263,7 +202,7 @@ def launch_backward(dy, y, dx, L: int, *, sm_scale, causal, dropped=None, dropou
     """
     N = y.size // L
     backward, T, R = _backward_kernel(
-        L, aligned(L, dy, y, dx, dropped), causal, dropped is not None, _drop_mode(dropout, L)
+        L, aligned(L, dy, y, dx, dropped), causal, dropped is not None, drop_mode(dropout, L)
     )
     rng, *rest = dropout
     rng, dropped = (y if a is None else a for a in (rng, dropped))

@@ -22,14 +22,9 @@ import numpy as np
 from nbtrain.device import array_module, as_arrays, expect, on_gpu, prange, same_memory, twin
 from nbtrain.device.blas import gemm_batched
 from nbtrain.device.cpu import exp, fill, larger, mm, span, task_count
-from nbtrain.device.softmax_rows import (
-    BITS_ROOM,
-    check_length,
-    draw_bits,
-    dropout_of,
-    launch_backward,
-    launch_forward,
-)
+from nbtrain.device.dropout import BITS_ROOM, draw_bits, dropout_of
+from nbtrain.device.fused_attention import fused_attention
+from nbtrain.device.softmax_rows import check_length, launch_backward, launch_forward
 from nbtrain.errors import InvalidValue
 
 ZERO, ONE = np.float32(0), np.float32(1)
@@ -221,7 +216,10 @@ def attention_forward(
     if out is None:
         xp = array_module(qkv)
         y, lse = xp.empty((B, T, C), qkv.dtype), xp.empty((B, H, T), np.float32)
-    if on_gpu(qkv):
+    fused = fused_attention(qkv, H, sm_scale, dropout)
+    if fused is not None:
+        fused.flash_forward(qkv, H, sm_scale, y, lse)
+    elif on_gpu(qkv):
         _forward_gpu(qkv, H, sm_scale, drop, y, lse)
     else:
         _forward_cpu(qkv, H, sm_scale, y, lse, *drop, *_scratch_cpu(B, H, T, 1, dropout))
@@ -246,7 +244,10 @@ def attention_backward(
         )
     sm_scale = np.float32((C // H) ** -0.5 if sm_scale is None else sm_scale)
     dqkv = array_module(qkv).empty_like(qkv) if out is None else out
-    if on_gpu(qkv):
+    fused = fused_attention(qkv, H, sm_scale, dropout)
+    if fused is not None:
+        fused.flash_backward(dy, qkv, y, lse, H, sm_scale, dqkv)
+    elif on_gpu(qkv):
         _backward_gpu(dy, qkv, H, sm_scale, drop, dqkv)
     else:
         _backward_cpu(dy, qkv, y, lse, H, sm_scale, dqkv, *drop, *_scratch_cpu(B, H, T, 2, dropout))

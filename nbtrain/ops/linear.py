@@ -7,7 +7,7 @@ N = rows (batch * time), K = features in, M = features out.
 x, dx: (N, K), weight, dweight: (K, M) as in GPT-2's published weights, bias, dbias: (M,), y, dy: (N, M), one
 of fp32, fp16, bf16.
 
-On the GPU the products are cuBLAS's or hipBLAS's, with fp32 accumulation. cuBLASLt adds the bias itself;
+On the GPU the products are the vendor's BLAS's, with fp32 accumulation. Some of them add the bias themselves;
 elsewhere y is filled with it and the product is added. accumulate="fp16" sums products of fp16 arrays in
 fp16: faster on some cards, but a sum of K terms loses about log2(K) of its 11 bits and overflows at 65504. On
 the CPU every product is cut into tasks that call BLAS on one thread each.

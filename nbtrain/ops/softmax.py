@@ -19,14 +19,8 @@ import numpy as np
 
 from nbtrain.device import array_module, as_arrays, expect, on_gpu, prange, same_memory, twin
 from nbtrain.device.cpu import exp, fill, larger, span, task_count
-from nbtrain.device.softmax_rows import (
-    BITS_ROOM,
-    check_length,
-    draw_bits,
-    dropout_of,
-    launch_backward,
-    launch_forward,
-)
+from nbtrain.device.dropout import BITS_ROOM, draw_bits, dropout_of
+from nbtrain.device.softmax_rows import check_length, launch_backward, launch_forward
 from nbtrain.errors import InvalidValue
 
 ZERO, ONE = np.float32(0), np.float32(1)

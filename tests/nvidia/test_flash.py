@@ -155,8 +155,7 @@ def test_what_is_not_supported_has_a_reason():
     assert "63" in flash.supported(bf16, 63, 0.0, (9, 0))
     assert "dropout" in flash.supported(bf16, 64, 0.1, (9, 0))
     assert "7.5" in flash.supported(bf16, 64, 0.0, (7, 5))
-    module, reason = fused_attention(np.zeros((1, 2, 192), np.float16), 1, 0.125)
-    assert module is None and "this device" in reason
+    assert fused_attention(np.zeros((1, 2, 192), np.float16), 1, 0.125) is None
 
 
 def test_wgmma_is_chosen_for_hopper_alone():
@@ -191,9 +190,9 @@ def test_launchers_on_a_gpu(dtype, D, T):
     B, H, sm_scale = 2, 3, D**-0.5
     host_qkv, host_dout = inputs({"fp16": "f16", "bf16": "bf16"}[dtype], B, T, H, D, seed=T + D)
     qkv, dout = cupy.asarray(host_qkv), cupy.asarray(host_dout)
-    module, reason = fused_attention(qkv, H, sm_scale)
+    module = fused_attention(qkv, H, sm_scale)
     if module is None:
-        pytest.skip(reason)
+        pytest.skip("this GPU has no fused attention; what was said names the reason")
     nan = {
         name: cupy.full(x.shape, np.nan, np.float32).astype(FLOATS[dtype])
         for name, x in (("y", dout), ("d", qkv))
