@@ -166,7 +166,7 @@ def train(
     if resume is not None:
         from nbtrain.checkpoint import load
 
-        given = {name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"}
+        given = {name for name in context.params if _given(context, name)}
         if wrong := given - set(RESUMABLE):
             raise typer.BadParameter(
                 f"--{sorted(wrong)[0].replace('_', '-')} is fixed by the run that --resume goes on with."
@@ -229,6 +229,11 @@ def train(
     if sample_tokens and result.checkpoint.tokenizer is not None:
         print()
         _print_sample(result.checkpoint, None, sample_tokens, temperature=0.8, top_k=None, seed=0)
+
+
+def _given(context: typer.Context, option: str) -> bool:
+    source = context.get_parameter_source(option)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _resume(checkpoint, steps, data, val, device):
@@ -406,7 +411,7 @@ def prepare(
         raise typer.BadParameter("give a text file or folder, or --shakespeare.")
     from nbtrain.text import prepare_text, read_text, shakespeare_text
 
-    read = shakespeare_text() if shakespeare else read_text(text)
+    read = read_text(text) if text is not None else shakespeare_text()
     prepared = prepare_text(read, out, _tokenizer(tokenizer, read), val_fraction)
     print(f"{prepared.train}: {prepared.n_train:,} tokens")
     print(f"{prepared.val}: {prepared.n_val:,} tokens")
@@ -436,7 +441,7 @@ def eval_(
     checkpoint = load(directory, device)
     config, place = checkpoint.config, checkpoint.params.device
     with use(place):
-        files = dict(format=format.value, vocab_size=config.vocab_size, device=place)
+        files: dict = dict(format=format.value, vocab_size=config.vocab_size, device=place)
         chosen = eval_batches(data, B=batch_size, T=config.block_size, **files)
         loss, n = evaluate(make_eval_step(config), checkpoint.params, chosen)
     print(f"loss {loss:.4f} nats per token, perplexity {math.exp(loss):.2f}, {n:,} tokens")

@@ -35,7 +35,7 @@ def generate(
     that probability together (Holtzman et al., 2020). The same seed gives the same tokens.
     """
     ids = _checked_prompt(prompt_ids, config.vocab_size)
-    options = dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    options: dict = dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     tokens = list(generate_stream(params, config, ids, max_new_tokens=max_new_tokens, **options))
     fresh = np.array(tokens, np.int32).reshape(-1, *ids.shape[:-1])  # time first: (k,) or (k, B)
     return np.concatenate([ids, fresh.T], axis=-1)
@@ -121,7 +121,7 @@ def choose(
     if top_p is not None:
         n = int(np.searchsorted(cumulative, top_p)) + 1
         kept, cumulative = kept[:n], cumulative[:n] / cumulative[min(n, len(kept)) - 1]
-    return int(kept[min(np.searchsorted(cumulative, u, side="right"), len(kept) - 1)])
+    return int(kept[min(int(np.searchsorted(cumulative, u, side="right")), len(kept) - 1)])
 
 
 def _checked_prompt(prompt_ids, vocab_size: int) -> np.ndarray:

@@ -150,7 +150,7 @@ def train(
         def validate(max_batches: int | None) -> float | None:
             chosen = eval_batches(list(run.val), B=run.B, max_batches=max_batches, **files)
             loss, n = evaluate(eval_step, params, chosen, stop=lambda: interrupt.came)
-            if math.isnan(loss):
+            if interrupt.came:
                 return None
             log.evaluated(step, loss, n)
             report.say(f"step {step}: validation loss {loss:.4f} over {n:,} tokens")
@@ -218,13 +218,13 @@ def steps_ahead(place: str) -> int:
 
 
 def evaluate(eval_step, params, chosen, stop: Callable[[], bool] = lambda: False) -> tuple[float, int]:
-    """(mean loss in nats per token, tokens) of `params` on batches; nan if `stop` became true on the way."""
+    """(mean loss in nats per token, tokens) of `params` on batches, up to where `stop` becomes true."""
     total, n = 0.0, 0
     for batch in chosen:
         loss_sum, n_targets = eval_step(params, batch)
         total, n = total + float(loss_sum.item()), n + int(n_targets.item())
         if stop():
-            return math.nan, n
+            break
     return total / n, n
 
 
@@ -270,10 +270,9 @@ class Log:
         self._tokens, self._steps, self._report = tokens_a_step, steps, report
         kept = _lines(path, first) if first else []
         for row in kept:
-            if "val_loss" in row:
-                self.val.append((row["step"], row["val_loss"]))
-            elif row["loss"] is not None:
-                self.train.append((row["step"], row["loss"]))
+            for name, losses in (("val_loss", self.val), ("loss", self.train)):
+                if row.get(name) is not None:
+                    losses.append((row["step"], row[name]))
         write_atomically(path, lambda file: file.writelines(json.dumps(row).encode() + b"\n" for row in kept))
         self._file = open(path, "a", encoding="ascii", buffering=1)
         self._at = time.perf_counter()
@@ -291,8 +290,10 @@ class Log:
         now = time.perf_counter()
         elapsed, self._at = max(now - self._at, 1e-9), now
         # The first step compiles, so the second one begins the mean.
-        first = self._step_s is None
-        self._step_s = elapsed if first or len(self.train) < 2 else 0.95 * self._step_s + 0.05 * elapsed
+        mean = (
+            elapsed if self._step_s is None or len(self.train) < 2 else 0.95 * self._step_s + 0.05 * elapsed
+        )
+        self._step_s = mean
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if m["skipped"] else 0
         names = ("loss", "lr", "grad_norm", "loss_scale", "skipped", "n_targets")
         self._write(
@@ -302,9 +303,7 @@ class Log:
         )
         if math.isfinite(m["loss"]):
             self.train.append((step, m["loss"]))
-        self._report.step(
-            step, self._steps, m["loss"], self._tokens / self._step_s, (self._steps - step) * self._step_s
-        )
+        self._report.step(step, self._steps, m["loss"], self._tokens / mean, (self._steps - step) * mean)
 
     def evaluated(self, step: int, loss: float, n: int) -> None:
         self.val.append((step, loss))

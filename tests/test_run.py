@@ -274,7 +274,11 @@ def test_numbers_that_are_not_finite_are_null_in_the_log(tmp_path):
     with Log(tmp_path / "log.jsonl", 0, 10, 9, Quiet()) as log:
         log.step(1, SimpleNamespace(read=lambda: values))
         assert (log.train, log.skipped_in_a_row) == ([], 1)
-    (row,) = _rows(tmp_path)
+        log.evaluated(1, math.nan, 7)
+    row, evaluation = _rows(tmp_path)
+    assert evaluation == {"step": 1, "val_loss": None, "val_tokens": 7}
+    with Log(tmp_path / "log.jsonl", 1, 10, 9, Quiet()) as log:
+        assert log.train == log.val == []
     assert (row["loss"], row["grad_norm"], row["skipped"], row["loss_scale"]) == (None, None, True, 65536.0)
 
 
