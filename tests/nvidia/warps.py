@@ -1,7 +1,9 @@
-"""Tile routines on NumPy: every value is a vector of 32 lanes, every warp a Python thread, memory one array of bytes.
+"""Tile routines on NumPy: every value is a vector of 32 lanes, every warp a Python thread, memory one array
+of bytes.
 
-The kernels and routines are those of nbtrain.device.nvidia; only the emitter is another. It checks what a GPU would not say:
-bank conflicts of ldmatrix, alignment, shared memory beyond what the kernel asked for, and it poisons shared memory with NaN.
+The kernels and routines are those of nbtrain.device.nvidia; only the emitter is another. It checks what a
+GPU would not say: bank conflicts of ldmatrix, alignment, shared memory beyond what the kernel asked for,
+and it poisons shared memory with NaN.
 """
 
 import threading
@@ -160,7 +162,7 @@ class Warp:
         return [np.float32(c[i] + d[ROW + 8 * (i >> 1), PAIR + (i & 1)]) for i in range(4)]
 
     def _tile(self, start, rows, columns, panel):
-        """rows x columns at a tile whose swizzle is that of wgmma: bits 7 to 9 of an address into bits 4 to 6."""
+        """rows x columns at a tile in wgmma's swizzle: bits 7 to 9 of an address into bits 4 to 6."""
         r, c = np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij")
         address = start + c // 64 * panel + r * ROW_BYTES + c % 64 * 2
         address ^= ((address >> 7) & 7) << 4
@@ -326,7 +328,7 @@ class WarpTiles:
 
 
 def run(kernel, threads, shared_bytes, blocks, tiles, memory, *args):
-    """Launches a kernel over `blocks` blocks, one after the other; integers are addresses where it wants arrays."""
+    """Runs a kernel's blocks one after the other; integers are addresses where it wants arrays."""
     for index in range(blocks):
         block = Block(memory, tiles.storage, tiles.arch, index, threads, shared_bytes)
         errors = []

@@ -1,10 +1,11 @@
-"""Flash attention on tensor cores (Dao, 2023): causal, forward and backward, without the (T, T) matrix in memory.
+"""Flash attention on tensor cores (Dao, 2023): causal, forward and backward, without a (T, T) matrix.
 
-    y = softmax(sm_scale Q K^T) V,   lse = log(sum(exp(sm_scale Q K^T)))      each query sees the keys up to itself
+    y = softmax(sm_scale Q K^T) V,   lse = log(sum(exp(sm_scale Q K^T))),   a query sees keys up to itself
 
-qkv (B, T, 3C) holds q, k and v one after the other, each with its H heads of D columns side by side, as the QKV product leaves
-them; y (B, T, C); lse (B, H, T) fp32, natural logarithm. fp16 and bf16 storage, fp32 accumulation and statistics; P and dS are
-rounded to storage before they are multiplied. Any T. No float atomics: every run gives the same bits.
+qkv (B, T, 3C) holds q, k and v one after the other, each with its H heads of D columns side by side, as
+the QKV product leaves them; y (B, T, C); lse (B, H, T) fp32, natural logarithm. fp16 and bf16 storage,
+fp32 accumulation and statistics; P and dS are rounded to storage before they are multiplied. Any T. No
+float atomics: every run gives the same bits.
 
 The same kernels multiply by wgmma where the GPU has it (compute capability 9.0) and by mma.sync from 8.0 on.
 """
@@ -30,7 +31,9 @@ WGMMA, MMA = 90, 80
 
 
 class Config(NamedTuple):
-    """How a kernel is cut: warpgroups a block, columns of the tile that it loops over, blocks on a multiprocessor."""
+    """How a kernel is cut: warpgroups a block, columns of the tile that it loops over, blocks on a
+    multiprocessor.
+    """
 
     warpgroups: int
     tile: int = 64
@@ -54,7 +57,8 @@ BACKWARD_DKV = {
     WGMMA: {64: Config(1, 64, 3), 96: Config(1, 64, 2), 128: Config(1, 64, 2)},
     MMA: {64: Config(1, 64, 2), 96: Config(1, 64, 2), 128: Config(1, 64, 1)},
 }
-# The heads whose blocks run together are as many as have this much of what they read again and again (K and V; Q and dO).
+# The heads whose blocks run together are as many as have this much of what is read again and again: K and V,
+# or Q and dO.
 GROUP_BYTES = 16 << 20
 
 
@@ -139,7 +143,9 @@ def stats_shape(B: int, T: int, H: int) -> tuple[int, int, int]:
 def flash_forward(
     qkv, H: int, sm_scale: float, out, lse, *, arch=None, config=None, group_bytes=None
 ) -> None:
-    """Writes y to `out` and `lse`. See the module for shapes; `arch`, `config` and `group_bytes` override what is chosen."""
+    """Writes y to `out` and `lse`. See the module for shapes; `arch`, `config` and `group_bytes` override
+    what is chosen.
+    """
     B, T, C, D = _check(
         "flash_forward", "qkv (B, T, C3), out (B, T, C), lse (B, H, T) fp32", H, qkv, out, lse
     )
@@ -223,6 +229,7 @@ def _check(op, spec, H, qkv, *others):
         reason = "an array does not begin at a multiple of 16 bytes"
     if reason:
         raise InvalidValue(
-            f"{op} expects {spec} with C = H * D; got H = {H}, qkv {qkv.shape}: {reason}. Use the portable path."
+            f"{op} expects {spec} with C = H * D; got H = {H}, qkv {qkv.shape}: {reason}. "
+            "Use the portable path."
         )
     return B, T, C, C // H

@@ -1,13 +1,15 @@
-"""Flash attention, backward, in two kernels without atomics, so that every run gives the same bits (Dao, 2023, but split).
+"""Flash attention, backward, in two kernels without atomics, so that every run gives the same bits (Dao,
+2023, but split).
 
     P = exp(sm_scale Q K^T - lse);  delta = rowsum(dO * O);  dS = P * (dO V^T - delta)
     dV = P^T dO;  dK = sm_scale dS^T Q;  dQ = sm_scale dS K
 
-`flash_backward_dq`: a block owns 64 queries a warpgroup and loops over keys. It also leaves -lse / sm_scale and -delta in `stats`
-(2, B * H, T rounded up to 128); beyond T they are 0, and so is the dO that P is multiplied with.
-`flash_backward_dkv`: a block owns keys and loops over queries; accumulators of S and dP start with those two. It multiplies
-S^T = K Q^T and dP^T = V dO^T: once packed, their accumulators are the A operands of dV and dK.
-S and dP are multiplied twice: seven products where one kernel with atomics, or with an exchange between blocks, needs five.
+`flash_backward_dq`: a block owns 64 queries a warpgroup and loops over keys. It also leaves -lse /
+sm_scale and -delta in `stats` (2, B * H, T rounded up to 128); beyond T they are 0, and so is the dO that
+P is multiplied with. `flash_backward_dkv`: a block owns keys and loops over queries; accumulators of S
+and dP start with those two. It multiplies S^T = K Q^T and dP^T = V dO^T: once packed, their accumulators
+are the A operands of dV and dK. S and dP are multiplied twice: seven products where one kernel with
+atomics, or with an exchange between blocks, needs five.
 """
 
 from nbtrain.device.nvidia.flash_tiles import (
@@ -32,8 +34,8 @@ def dq_body(
 ):
     """(kernel function, threads, bytes of shared memory): W warpgroups of queries, tiles of BN keys.
 
-    `in_registers`: Q and dO are read from shared memory once, not at each tile of keys. `stages`: 0, or warpgroups drift apart as
-    in the forward pass's `drifting_body`.
+    `in_registers`: Q and dO are read from shared memory once, not at each tile of keys. `stages`: 0, or
+    warpgroups drift apart as in the forward pass's `drifting_body`.
     """
     BM, THREADS = 64 * W, 128 * W
     assert BM <= STATS_ROWS
@@ -107,7 +109,7 @@ def dq_body(
 
     @tiles.op("i64, i64, i64, i64, i64, i64, i32, f32 -> f32*2, f32*2")
     def statistics(e, out, dout, eight_rows, lse, nl, nd, left, minus_inverse_scale):
-        """(-lse / sm_scale, -delta) of the lane's two rows, and into `nl` and `nd`. Four lanes share a row."""
+        """(-lse / sm_scale, -delta) of the lane's two rows, and into `nl` and `nd`. Four lanes share it."""
         lane = e.and_(e.thread(), 3)
         scores, deltas = [], []
         for half in range(2):
@@ -220,7 +222,8 @@ def dq_body(
         at = (r0 - q0) * orow + (lane & 3) * 16
         nl_row = address(stats) + (bh * padded + r0) * 4
         nl, nd = statistics(
-            address(out) + (b * T + q0) * orow + h * (2 * D) + at, dout_head + at, orow * 8, address(lse) + (bh * T + r0) * 4,
+            address(out) + (b * T + q0) * orow + h * (2 * D) + at, dout_head + at, orow * 8,
+            address(lse) + (bh * T + r0) * 4,
             nl_row, nl_row + heads * padded * 4, T - r0, minus_inverse_scale,
         )  # fmt: skip
         arrived()
@@ -280,7 +283,8 @@ def dq_body(
 def dkv_body(tiles, D: int, W: int = 1, whole: bool = False, in_registers: bool = False, stages: int = 0):
     """(kernel function, threads, bytes of shared memory): W warpgroups of keys, tiles of 64 queries.
 
-    `in_registers`: K and V are read from shared memory once, not at each tile of queries. `stages`: as in `dq_body`.
+    `in_registers`: K and V are read from shared memory once, not at each tile of queries. `stages`: as in
+    `dq_body`.
     """
     BK, BQ, THREADS = 64 * W, 64, 128 * W
     STRIDE = THREADS // 8
@@ -435,8 +439,9 @@ def dkv_body(tiles, D: int, W: int = 1, whole: bool = False, in_registers: bool 
         load_phase = 1
         while load0 < min(T, key0 + AHEAD * BQ):
             copy_q(
-                target + ST0 + load_slot * STAGE, source, step, d_source, orow * STRIDE, T - load0 - row, chunk,
-                stats_target + 512 * load_slot, stats_source, sm + FULL + 8 * load_slot,
+                target + ST0 + load_slot * STAGE, source, step, d_source, orow * STRIDE,
+                T - load0 - row, chunk, stats_target + 512 * load_slot, stats_source,
+                sm + FULL + 8 * load_slot,
             )  # fmt: skip
             source += BQ * stride
             d_source += BQ * orow
@@ -467,8 +472,9 @@ def dkv_body(tiles, D: int, W: int = 1, whole: bool = False, in_registers: bool 
                 else:
                     load_slot = slot ^ 1
                 copy_q(
-                    target + ST0 + load_slot * STAGE, source, step, d_source, orow * STRIDE, T - load0 - row, chunk,
-                    stats_target + 512 * load_slot, stats_source, sm + FULL + 8 * load_slot,
+                    target + ST0 + load_slot * STAGE, source, step, d_source, orow * STRIDE,
+                    T - load0 - row, chunk, stats_target + 512 * load_slot, stats_source,
+                    sm + FULL + 8 * load_slot,
                 )  # fmt: skip
                 source += BQ * stride
                 d_source += BQ * orow

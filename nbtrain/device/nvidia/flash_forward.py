@@ -1,10 +1,12 @@
-"""Flash attention, forward: one block for 64 queries a warpgroup of one head, a loop over tiles of keys (Dao, 2023).
+"""Flash attention, forward: one block for 64 queries a warpgroup of one head, a loop over tiles of keys
+(Dao, 2023).
 
-    S = Q K^T, masked;  m = running row maximum;  P = exp2(sm_scale log2(e) (S - m));  O = O exp2(…(m_old - m)) + P V
+S = Q K^T, masked;  m = running row maximum;  P = exp2(sm_scale log2(e) (S - m));  O = O exp2(…(m_old -
+m)) + P V
 
-`forward_body` has every thread copy and compute, with a barrier for the block at each tile of keys. In `pipelined_body` one
-more warp only copies, and hands tiles over by mbarriers, so that warpgroups drift apart: one multiplies while another takes
-exponentials.
+`forward_body` has every thread copy and compute, with a barrier for the block at each tile of keys. In
+`pipelined_body` one more warp only copies, and hands tiles over by mbarriers, so that warpgroups drift
+apart: one multiplies while another takes exponentials.
 """
 
 import math
@@ -242,7 +244,8 @@ def forward_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False, q
         finish(
             o, largest, total, sl, address(lse) + (bh * T + w0 + (lane >> 2)) * 4, T - w0 - (lane >> 2),
             sm + warp * (16 * ROW_BYTES),
-            address(out) + (b * T + w0 + (lane >> 3)) * orow + h * (2 * D) + (lane & 7) * 16, orow * 4, T - w0 - (lane >> 3),
+            address(out) + (b * T + w0 + (lane >> 3)) * orow + h * (2 * D) + (lane & 7) * 16,
+            orow * 4, T - w0 - (lane >> 3),
         )  # fmt: skip
 
     return flash_forward, THREADS, Q + 2 * STAGE
@@ -414,7 +417,8 @@ def pipelined_body(
             finish(
                 o, largest, total, sl, address(lse) + (bh * T + w0 + (lane >> 2)) * 4, T - w0 - (lane >> 2),
                 sm + warp * (16 * ROW_BYTES),
-                address(out) + (b * T + w0 + (lane >> 3)) * orow + h * (2 * D) + (lane & 7) * 16, orow * 4, T - w0 - (lane >> 3),
+                address(out) + (b * T + w0 + (lane >> 3)) * orow + h * (2 * D) + (lane & 7) * 16,
+                orow * 4, T - w0 - (lane >> 3),
             )  # fmt: skip
 
     return flash_forward, THREADS, BARRIERS + 8 + 24 * stages
@@ -430,7 +434,7 @@ def drifting_body(
     q_in_registers: bool = False,
     overlap: bool = False,
 ):
-    """`pipelined_body` in which every thread copies, stages - 2 tiles ahead: warpgroups may be two tiles apart."""
+    """`pipelined_body` in which every thread copies, stages - 2 tiles ahead."""
     assert stages >= 3 and (W - 1) * 64 <= stages * BN  # a warpgroup that needs no more tiles frees none
     BM, THREADS, STRIDE, AHEAD = 64 * W, 128 * W, 16 * W, stages - 2
     KV = tile_bytes(BN, D)
@@ -605,7 +609,8 @@ def drifting_body(
         finish(
             o, largest, total, sl, address(lse) + (bh * T + w0 + (lane >> 2)) * 4, T - w0 - (lane >> 2),
             sm + warp * (16 * ROW_BYTES),
-            address(out) + (b * T + w0 + (lane >> 3)) * orow + h * (2 * D) + (lane & 7) * 16, orow * 4, T - w0 - (lane >> 3),
+            address(out) + (b * T + w0 + (lane >> 3)) * orow + h * (2 * D) + (lane & 7) * 16,
+            orow * 4, T - w0 - (lane >> 3),
         )  # fmt: skip
 
     return flash_forward, THREADS, BARRIERS + 8 + 24 * stages

@@ -1,13 +1,14 @@
 """Tile routines that flash attention's kernels share: products, copies, masks, the order of blocks.
 
-Shared tiles of R rows of D columns are panels of 64 columns, R rows of 128 bytes each (see `nbtrain.device.nvidia.ptx`). A
-warp holds 16 rows of an accumulator: lane l has rows l // 4 and l // 4 + 8, and of every eight columns 2 (l % 4) and the next.
-In a flat list that is index column // 8 * 4 + 2 * (row >= 8) + column % 2; m16n8 and wgmma accumulators agree in this, and
-packed in pairs they are the A operand of the next product.
+Shared tiles of R rows of D columns are panels of 64 columns, R rows of 128 bytes each (see
+`nbtrain.device.nvidia.ptx`). A warp holds 16 rows of an accumulator: lane l has rows l // 4 and l // 4 +
+8, and of every eight columns 2 (l % 4) and the next. In a flat list that is index column // 8 * 4 + 2 *
+(row >= 8) + column % 2; m16n8 and wgmma accumulators agree in this, and packed in pairs they are the A
+operand of the next product.
 
-`left` is how many rows of a tile there are still, counted from the row of the thread that asks; a tile is `whole` where T is a
-multiple of its rows. Rows beyond T are read as zeros and never written. No mask is needed for them: causal attention hides
-keys beyond T from every query before T.
+`left` is how many rows of a tile there are still, counted from the row of the thread that asks; a tile is
+`whole` where T is a multiple of its rows. Rows beyond T are read as zeros and never written. No mask is
+needed for them: causal attention hides keys beyond T from every query before T.
 """
 
 from nbtrain.device.nvidia.ptx import ROW_BYTES, Product
@@ -30,7 +31,7 @@ def panels(D: int):
 
 
 def matrix_lane(e):
-    """Offset of the row that a lane addresses in ldmatrix, for A tiles and for B tiles stored by rows of k."""
+    """Offset of the row that a lane addresses in ldmatrix, for A tiles and B tiles stored by rows of k."""
     lane = e.and_(e.thread(), 31)
     chunk = e.xor(e.shr(lane, 4), e.and_(lane, 7))
     return e.add(e.mul(e.and_(lane, 15), ROW_BYTES), e.shl(chunk, 4))
@@ -90,7 +91,8 @@ def as_operand(e, acc):
 def copy_tile(e, target, source, step, left, chunk, rows: int, D: int, threads: int, whole: bool):
     """Asynchronous copy of a tile; eight threads a row, each thread every threads / 8 rows.
 
-    target and source: the thread's first chunk; step: bytes between its rows in global memory; chunk: its chunk of a row, 0..7.
+    target and source: the thread's first chunk; step: bytes between its rows in global memory; chunk: its
+    chunk of a row, 0..7.
     """
     stride = threads // 8
     for i in range(-(-rows // stride)):
@@ -111,8 +113,8 @@ def copy_tile(e, target, source, step, left, chunk, rows: int, D: int, threads: 
 def store_tile(e, acc, scale, shared, panel_bytes: int, target, step, left, D: int, whole: bool):
     """This warp's 16 rows to global memory in storage precision, through its own rows of a tile at `shared`.
 
-    scale: a factor for rows 0..7 and one for 8..15; target: the address of the row lane // 8, chunk lane % 8, in global memory;
-    step: the bytes of four rows; left: counted from row lane // 8.
+    scale: a factor for rows 0..7 and one for 8..15; target: the address of the row lane // 8, chunk lane
+    % 8, in global memory; step: the bytes of four rows; left: counted from row lane // 8.
     """
     lane = e.and_(e.thread(), 31)
     row = e.shr(lane, 2)
@@ -144,8 +146,8 @@ def store_tile(e, acc, scale, shared, panel_bytes: int, target, step, left, D: i
 def keep_visible(e, values, x, hidden: float, by_queries: bool):
     """`values` where the query is not before the key, else `hidden`.
 
-    by_queries: rows are queries and x is the lane's first row - its first column; else rows are keys, and x is its first
-    column - its first row.
+    by_queries: rows are queries and x is the lane's first row - its first column; else rows are keys, and
+    x is its first column - its first row.
     """
     other, kept = e.f(hidden), []
     for i, value in enumerate(values):
@@ -155,7 +157,8 @@ def keep_visible(e, values, x, hidden: float, by_queries: bool):
 
 
 def pick(e, index, heads, blocks, group):
-    """(head, block) of the index-th block to start: block 0 of `group` heads, then their block 1 …, then the next group.
+    """(head, block) of the index-th block to start: block 0 of `group` heads, then their block 1 …, then the
+    next group.
 
     A group's keys and values stay in the L2 cache while its blocks read them again and again.
     """

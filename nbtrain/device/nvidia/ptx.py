@@ -1,17 +1,21 @@
 """Tensor-core building blocks for kernels: LLVM IR and inline PTX, written while numba lowers an intrinsic.
 
-A *tile routine* is a Python function `routine(e, *arguments)` over an emitter `e` and Python lists of its values, one value a
-thread: a tile of an accumulator is a flat list. `Tiles.op("i32, f32*32 -> f32*32")` makes it callable in a kernel, where such a
-list is a UniTuple; once LLVM has taken the tuples apart, every element is a register. The emitter is the only thing that knows
-PTX, so tests run the same routines, and the kernels that call them, on an emitter that computes with NumPy.
+A *tile routine* is a Python function `routine(e, *arguments)` over an emitter `e` and Python lists of its
+values, one value a thread: a tile of an accumulator is a flat list. `Tiles.op("i32, f32*32 -> f32*32")`
+makes it callable in a kernel, where such a list is a UniTuple; once LLVM has taken the tuples apart,
+every element is a register. The emitter is the only thing that knows PTX, so tests run the same routines,
+and the kernels that call them, on an emitter that computes with NumPy.
 
 Facts that the code leans on:
 
-* wgmma.fence, every issue, commit and wait stand in one asm block with tied accumulators: were issue and wait two blocks,
-  LLVM's copies between them would make ptxas insert a wait behind each product (its warning C7517).
-* A shared tile has rows of 128 bytes, eight chunks of 16; chunk c of row r lies at c ^ (r & 7). That is wgmma's 128-byte
-  swizzle, where tiles begin at multiples of 1024 bytes, and ldmatrix meets no bank conflict in it.
-* `//` in a kernel is a 64-bit division; `udiv` is 32 bits wide. `uniform` says that a value is the same in a whole warp.
+* wgmma.fence, every issue, commit and wait stand in one asm block with tied accumulators: were issue and
+  wait two blocks, LLVM's copies between them would make ptxas insert a wait behind each product (its
+  warning C7517).
+* A shared tile has rows of 128 bytes, eight chunks of 16; chunk c of row r lies at c ^ (r & 7). That is
+  wgmma's 128-byte swizzle, where tiles begin at multiples of 1024 bytes, and ldmatrix meets no bank
+  conflict in it.
+* `//` in a kernel is a 64-bit division; `udiv` is 32 bits wide. `uniform` says that a value is the same
+  in a whole warp.
 """
 
 import functools
@@ -51,7 +55,8 @@ class Product(NamedTuple):
 class Emitter:
     """PTX for one tile routine. `storage` is f16 or bf16; `arch` 80 multiplies by mma.sync, 90 by wgmma.
 
-    Integers are 32 bits wide, global addresses 64; an operand may be a Python number where that is said by its name.
+    Integers are 32 bits wide, global addresses 64; an operand may be a Python number where that is said
+    by its name.
     """
 
     def __init__(self, builder, storage: str, arch: int):
@@ -189,7 +194,9 @@ class Emitter:
         return self.asm([F32] * 4, text, constraints, [*a, *b, *c], convergent=True)
 
     def _descriptor(self, address, panel: int):
-        """Of a tile with 128-byte swizzle: groups of eight rows are 1024 bytes apart, panels of 64 columns `panel` bytes."""
+        """Of a tile with 128-byte swizzle: groups of eight rows are 1024 bytes apart, panels of 64 columns
+        `panel` bytes.
+        """
         start = self.builder.lshr(self.builder.and_(address, self.i(0x3FFFF)), self.i(4))
         layout = ir.Constant(I64, (max(panel, 16) >> 4) << 16 | (1024 >> 4) << 32 | 1 << 62)
         return self.builder.or_(self.builder.zext(start, I64), layout)
@@ -197,8 +204,8 @@ class Emitter:
     def wgmma(self, products, wait: int | None = 0, groups: bool = False):
         """The accumulators of each product, all in flight together.
 
-        `wait` is how many of them may be in flight still on return (`groups`: each is a group of its own), None for no wait;
-        `wgmma_wait` finishes the rest.
+        `wait` is how many of them may be in flight still on return (`groups`: each is a group of its
+        own), None for no wait; `wgmma_wait` finishes the rest.
         """
         s = self.storage
         n_out = sum(p.n // 2 for p in products)
@@ -247,7 +254,9 @@ class Emitter:
         return [[next(result) for _ in range(p.n // 2)] for p in products]
 
     def wgmma_wait(self, in_flight: int, values):
-        """`values` (accumulators, or the registers that a product still reads) once at most `in_flight` groups are in flight."""
+        """`values` (accumulators, or the registers that a product still reads) once at most `in_flight`
+        groups are in flight.
+        """
         types_ = [v.type for v in values]
         constraints = ["=f" if t == F32 else "=r" for t in types_] + [str(i) for i in range(len(values))]
         text = f"wgmma.wait_group.sync.aligned {in_flight};"
@@ -326,7 +335,9 @@ class Emitter:
     # -- asynchronous copies, global to shared
 
     def copy16(self, target, offset: int, source, source_offset: int, if_gt=None, zero_unless_gt=None):
-        """16 bytes. `if_gt` leaves the target alone elsewhere; `zero_unless_gt` writes zeros there, and reads nothing."""
+        """16 bytes. `if_gt` leaves the target alone elsewhere; `zero_unless_gt` writes zeros there, and
+        reads nothing.
+        """
         copy = f"cp.async.cg.shared.global [$0+{offset}], [$1+{source_offset}], 16"
         values, constraints, setup = [target, source], "r,l", ""
         if zero_unless_gt is not None:
@@ -407,7 +418,7 @@ def _numba_type(item):
 
 
 class Tiles:
-    """Makes tile routines callable in kernels, for one storage (f16 or bf16) and one instruction set (80 or 90)."""
+    """Makes tile routines callable in kernels, for one storage (f16, bf16) and instruction set (80, 90)."""
 
     def __init__(self, storage: str, arch: int):
         self.storage, self.arch = storage, arch
