@@ -8,7 +8,7 @@ from nbtrain.errors import Unavailable
 class Graph:
     """What `work()` launches on the current device, captured once; `launch()` replays it on the current stream.
 
-    `warm_up()` runs first, so that everything is compiled, measured and allocated. Both run under a memory pool of their own that
+    `warm_up()` runs first, twice, so that everything is compiled, measured and allocated. Both run under a memory pool of their own that
     lives as long as the graph: memory that `work` takes and gives back is taken again by every replay and by nobody else.
     `result` is what `work()` returned.
     """
@@ -21,6 +21,9 @@ class Graph:
         before = cupy.cuda.get_current_stream().record()
         with cupy.cuda.using_allocator(self.pool.malloc), self.stream:
             self.stream.wait_event(before)
+            warm_up()
+            self.stream.synchronize()
+            self.pool.free_all_blocks()  # what measuring the products took, and the first sizes of scratch that grew
             warm_up()
             self.stream.synchronize()
             self.stream.begin_capture()

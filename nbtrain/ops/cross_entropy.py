@@ -52,6 +52,7 @@ LOG2E, LN2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 # A logit that counts for nothing. A power of two: its product with LOG2E is exact, so that a fused multiply-add of
 # MASKED * LOG2E - MASKED2 is 0; the rounding of any other number this large is a power that overflows.
 MASKED = np.float32(-(2.0**126))
+LOADS, RESIDENT = 2, 2048  # eights in flight a thread; threads on a multiprocessor, which leaves each 32 registers
 MASKED2 = np.float32(MASKED * LOG2E)
 HINT = "Flatten (B, T, V) with logits.reshape(-1, V)."
 
@@ -100,7 +101,7 @@ def _forward_kernel(V: int, vocab_size: int, aligned: bool):
     logit * log2(e) - maximum once, so large logits lose nothing.
     """
     T, EIGHTS = _row_shape(V)
-    U = 2 if aligned else 1  # eights in flight a thread: 32 registers hold no more
+    U = LOADS if aligned else 1
     W, WHOLE = 8 * U, vocab_size // 8
     load8, store8 = row_access(aligned)
     read, write_gradient = _row_functions(V, vocab_size, aligned)
@@ -113,7 +114,7 @@ def _forward_kernel(V: int, vocab_size: int, aligned: bool):
             max(max(a[at + 4], a[at + 5]), max(a[at + 6], a[at + 7])),
         )
 
-    @kernel(launch_bounds=(T, 2048 // T if T >= 512 else 4))
+    @kernel(launch_bounds=(T, RESIDENT // T if T >= 512 else 4))
     def cross_entropy_forward(logits, targets, dloss, losses, lse, ignore_index, with_gradient):
         n, lane = cuda.blockIdx.x, cuda.threadIdx.x
         base = n * V
@@ -165,8 +166,18 @@ def _forward_kernel(V: int, vocab_size: int, aligned: bool):
                 scale = d * rcp(s)
                 cuda.syncthreads()  # the target's logit has been read
                 e -= T
-                while e >= 0:
+                while e >= WHOLE - U * T and e >= 0:  # what may hold padding, one eight at a time
                     read(a, 0, logits, base, e * 8)
+                    write_gradient(a, 0, logits, base, e * 8, row_top, scale, d, target)
+                    e -= T
+                while e >= (U - 1) * T:
+                    for u in range(U):
+                        load8(a, u * 8, logits, base + (e - u * T) * 8, 8)
+                    for u in range(U):
+                        write_gradient(a, u * 8, logits, base, (e - u * T) * 8, row_top, scale, d, target)
+                    e -= U * T
+                while e >= 0:
+                    load8(a, 0, logits, base + e * 8, 8)
                     write_gradient(a, 0, logits, base, e * 8, row_top, scale, d, target)
                     e -= T
 

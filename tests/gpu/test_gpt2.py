@@ -59,7 +59,10 @@ def test_twenty_steps_learn_and_pure_donated_and_captured_have_the_same_bits(dty
         )
         trees = [to_host(t.buffer) for t in (params, state.master, state.m, state.v)]
         results[name] = metrics, trees
-        assert losses[-1] < losses[0] - 2 and not any(m["skipped"] for m in metrics[5:])
+        skipped = sum(m["skipped"] for m in metrics)
+        # A dynamic loss scale begins at 65536 and halves until the gradients fit.
+        assert losses[-1] < losses[0] - 2 and skipped <= (8 if dtype == "fp16" else 0)
+        assert np.array_equal(trees[0], trees[1].astype(trees[0].dtype))  # params == cast(master)
         del params, state
     for name in ("donated", "captured"):
         assert results[name][0] == results["pure"][0], name
