@@ -60,7 +60,8 @@ class GPTConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: vocab_size rounded up to a multiple of 128; the padding is never predicted."""
+        """Rows of the embedding: vocab_size rounded up to a multiple of 128; the padding is never
+        predicted."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     def leaves(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -83,7 +84,8 @@ class GPTConfig:
 class TrainConfig:
     """One optimizer step: AdamW, its schedule, clipping, loss scaling and recomputation.
 
-    The schedule's options are checked together by `nbtrain.optim.Schedule`, the loss scale's by `nbtrain.precision.LossScaling`.
+    The schedule's options are checked together by `nbtrain.optim.Schedule`, the loss scale's by
+    `nbtrain.precision.LossScaling`.
     """
 
     lr: float = 6e-4
@@ -142,11 +144,14 @@ def _number(config, field, least, most, open_above=False):
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidType(f"{field} must be a number; got {value!r} ({type(value).__name__}).")
     if not least <= value <= most or value == math.inf or (open_above and value == most):
-        raise InvalidValue(f"{field} must be in [{least}, {most}{')' if open_above or most == math.inf else ']'}; got {value}.")
+        raise InvalidValue(
+            f"{field} must be in [{least}, {most}{')' if open_above or most == math.inf else ']'}; got {value}."
+        )
 
 
 def from_dict(kind, values: dict):
-    """A config of class `kind` from a dict (JSON, TOML); unknown keys are an error that lists the known ones."""
+    """A config of class `kind` from a dict (JSON, TOML); unknown keys are an error that lists the known
+    ones."""
     known = {field.name for field in dataclasses.fields(kind)}
     if unknown := set(values) - known:
         raise InvalidValue(

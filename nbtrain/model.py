@@ -5,13 +5,14 @@
                      x = x + out(gelu(fc(layernorm(x))))
     loss = cross_entropy(layernorm(x) @ wte.T, targets)
 
-A residual addition belongs to the LayerNorm behind it: a block hands on its last branch `f` and the stream `x` apart, and the
-next LayerNorm adds them. N = B * T rows; activations are (N, C) unless said.
+A residual addition belongs to the LayerNorm behind it: a block hands on its last branch `f` and the stream
+`x` apart, and the next LayerNorm adds them. N = B * T rows; activations are (N, C) unless said.
 
-Recomputation (Chen et al., 2016): with `remat="every:k"` only the input of each k-th block is kept, and the backward pass runs
-the forward pass of k blocks again, by the same kernels, so gradients have the same bits for every policy.
-Beneath every policy, on a GPU, GELU's result is not kept: its backward kernel has all it takes to write it
-again. Logits exist for some rows at a time, and become their gradient in place while they are there.
+Recomputation (Chen et al., 2016): with `remat="every:k"` only the input of each k-th block is kept, and the
+backward pass runs the forward pass of k blocks again, by the same kernels, so gradients have the same bits
+for every policy. Beneath every policy, on a GPU, GELU's result is not kept: its backward kernel has all it
+takes to write it again. Logits exist for some rows at a time, and become their gradient in place while they
+are there.
 """
 
 import math
@@ -71,8 +72,8 @@ class Activations(NamedTuple):
 def init_params(config: GPTConfig, seed: int = 0, dtype=np.float32, device: str = "cpu") -> tuple[Tree, Tree]:
     """(params in `dtype`, fp32 master) with GPT-2's initial values, the same for every dtype and device.
 
-    Matrices and embeddings are normal with standard deviation 0.02, those that end a residual branch 0.02 / sqrt(2 L);
-    LayerNorm weights are 1, biases and the embedding's padding 0. In fp32 both trees are one.
+    Matrices and embeddings are normal with standard deviation 0.02, those that end a residual branch 0.02 /
+    sqrt(2 L); LayerNorm weights are 1, biases and the embedding's padding 0. In fp32 both trees are one.
     """
     layout = Layout.of(config.leaves())
     master = Tree(layout, np.zeros(layout.size, np.float32))
@@ -103,10 +104,11 @@ class GPT:
         self._scratch: Scratch | None = None
 
     def loss_and_grads(self, params: Tree, batch: Batch, *, loss_scale, rng: Rng | None = None, out: Tree):
-        """The sum of the losses of a micro-batch, (1,) fp32; writes the gradients of loss_scale * that sum to `out`.
+        """The sum of the losses of a micro-batch, (1,) fp32; writes the gradients of loss_scale * that sum to
+        `out`.
 
-        batch: tokens and targets (B, T), order (B*T,), int32. loss_scale: (1,) fp32 on the device. rng: needed for dropout.
-        out: a tree of the layout and dtype of params.
+        batch: tokens and targets (B, T), order (B*T,), int32. loss_scale: (1,) fp32 on the device. rng:
+        needed for dropout. out: a tree of the layout and dtype of params.
         """
         cfg, p, g = self.config, params, out
         if cfg.dropout and rng is None:
@@ -143,7 +145,8 @@ class GPT:
         return loss_sum
 
     def eval_loss(self, params: Tree, batch: Batch):
-        """The sum of the losses of a micro-batch without dropout, (1,) fp32; the bits of `loss_and_grads` at dropout 0."""
+        """The sum of the losses of a micro-batch without dropout, (1,) fp32; the bits of `loss_and_grads` at
+        dropout 0."""
         hf = self._final(params, batch.tokens)
         losses = self._scratch("losses", hf.shape[:1], np.float32)
         lse = self._scratch("lse_logits", hf.shape[:1], np.float32)
@@ -158,7 +161,9 @@ class GPT:
     def logits(self, params: Tree, tokens):
         """(B, T, vocab_size) logits of tokens (B, T) int32; the memory is used again by the next call."""
         B, T = tokens.shape
-        return self._logits_of(params, self._final(params, tokens)).reshape(B, T, -1)[..., : self.config.vocab_size]
+        return self._logits_of(params, self._final(params, tokens)).reshape(B, T, -1)[
+            ..., : self.config.vocab_size
+        ]
 
     # ----------------------------------------------------------------------------
 
@@ -185,8 +190,13 @@ class GPT:
         return Activations(
             **{
                 name: scratch(
-                    kept if kept and name == "x1" else "act" if self._light and name == "act" else f"{name}.{slot}",
-                    shape, np.float32 if name in statistics else dtype
+                    kept
+                    if kept and name == "x1"
+                    else "act"
+                    if self._light and name == "act"
+                    else f"{name}.{slot}",
+                    shape,
+                    np.float32 if name in statistics else dtype,
                 )
                 for name, shape in shapes.items()
             }
@@ -208,7 +218,8 @@ class GPT:
         return f, x
 
     def _block_forward(self, i, w, a: Activations, f, x, rng):
-        """Fills `a` and returns the branch that the next LayerNorm adds to a.x2. f None: a.x1 holds the stream already."""
+        """Fills `a` and returns the branch that the next LayerNorm adds to a.x2. f None: a.x1 holds the
+        stream already."""
         cfg, (B, H, T), (N, C) = self.config, a.lse.shape, a.x1.shape
         branch = self._scratch("branch", (N, C), a.x1.dtype)
         if f is None:
@@ -217,7 +228,10 @@ class GPT:
             layernorm_forward(f, w.ln1_w, w.ln1_b, residual=x, out=(a.h1, a.mean1, a.rstd1, a.x1))
         linear_forward(a.h1, w.qkv_w, w.qkv_b, out=a.qkv)
         attention_forward(
-            a.qkv.reshape(B, T, 3 * C), H, out=(a.att.reshape(B, T, C), a.lse), **self._attention_dropout(i, T, rng)
+            a.qkv.reshape(B, T, 3 * C),
+            H,
+            out=(a.att.reshape(B, T, C), a.lse),
+            **self._attention_dropout(i, T, rng),
         )
         linear_forward(a.att, w.proj_w, w.proj_b, out=branch)
         self._branch_dropout(dropout_forward, branch, rng, i, _AFTER_PROJ, T, branch)
@@ -278,7 +292,8 @@ class GPT:
         return apply(x, self.config.dropout, rng.key, site=site, first=rng.row * per_row, out=out)
 
     def _branch_dropout(self, apply, x, rng, i, place, T, out=None):
-        """Dropout behind a residual branch, into `out` or into memory of its own; x itself without dropout."""
+        """Dropout behind a residual branch, into `out` or into memory of its own; x itself without
+        dropout."""
         if not self.config.dropout or rng is None:
             return x
         out = self._scratch("dbranch", x.shape, x.dtype) if out is None else out

@@ -60,7 +60,8 @@ class OptState(NamedTuple):
 
 
 class Scalar:
-    """One number of a step, on the device until somebody reads it: float(x), int(x), bool(x), x.item(), numpy.asarray(x)."""
+    """One number of a step, on the device until somebody reads it: float(x), int(x), bool(x), x.item(),
+    numpy.asarray(x)."""
 
     shape, ndim = (), 0
 
@@ -90,8 +91,8 @@ class Scalar:
 
 
 class Metrics:
-    """What a step reports. Nothing waits for the device until a field is read; then an id outside the vocabulary, found by
-    the device, raises InvalidValue (the update was not applied)."""
+    """What a step reports. Nothing waits for the device until a field is read; then an id outside the
+    vocabulary, found by the device, raises InvalidValue (the update was not applied)."""
 
     FIELDS = ("loss", "grad_norm", "lr", "loss_scale", "skipped", "n_targets")
 
@@ -112,7 +113,10 @@ class Metrics:
         """Every field as a Python number; waits for the device."""
         if self._host is None:
             values, counts = to_host(self._values), to_host(self._counts)
-            for name, array, at in (("tokens", self._batch.tokens, counts[1]), ("targets", self._batch.targets, counts[2])):
+            for name, array, at in (
+                ("tokens", self._batch.tokens, counts[1]),
+                ("targets", self._batch.targets, counts[2]),
+            ):
                 if at >= 0:
                     where = tuple(int(i) for i in np.unravel_index(int(at), array.shape))
                     raise InvalidValue(
@@ -127,10 +131,13 @@ class Metrics:
         return f"Metrics({', '.join(f'{k}={v}' for k, v in self.read().items())})"
 
 
-def init(config: GPTConfig, seed: int = 0, dtype: str = "auto", device: str = "auto") -> tuple[Tree, OptState]:
+def init(
+    config: GPTConfig, seed: int = 0, dtype: str = "auto", device: str = "auto"
+) -> tuple[Tree, OptState]:
     """(params, opt_state) of a new model with GPT-2's initial values.
 
-    dtype "fp32", "fp16", "bf16"; device "cpu", "cuda:0", "hip:0". "auto" chooses, and says what, once, on stderr.
+    dtype "fp32", "fp16", "bf16"; device "cpu", "cuda:0", "hip:0". "auto" chooses, and says what, once, on
+    stderr.
     """
     if not isinstance(config, GPTConfig):
         raise InvalidType(f"init expects a GPTConfig; got {type(config).__name__}.")
@@ -148,7 +155,8 @@ def init(config: GPTConfig, seed: int = 0, dtype: str = "auto", device: str = "a
 
 
 def init_opt_state(params: Tree, master: Tree | None = None, seed: int = 0) -> OptState:
-    """AdamW's state before the first step. master: fp32 weights whose cast params is; made from params where absent."""
+    """AdamW's state before the first step. master: fp32 weights whose cast params is; made from params where
+    absent."""
     xp = array_module(params.buffer)
     if master is None:
         fp32 = params.dtype == np.float32
@@ -165,15 +173,20 @@ def init_opt_state(params: Tree, master: Tree | None = None, seed: int = 0) -> O
 
 
 class TrainStep:
-    """A pure `train_step(params, opt_state, batch) -> (params, opt_state, metrics)`; `make_train_step` makes it.
+    """A pure `train_step(params, opt_state, batch) -> (params, opt_state, metrics)`; `make_train_step` makes
+    it.
 
     It owns working memory (activations, gradients) that its calls share, so it is for one thread at a time.
     """
 
     def __init__(self, loss_and_grads: Callable, config: TrainConfig, vocab_size: int | None):
         self.loss_and_grads, self.config, self.vocab_size = loss_and_grads, config, vocab_size
-        self.schedule = Schedule(config.schedule, config.lr, config.min_lr, config.warmup, config.total, config.decay)
-        LossScaling.of(config.loss_scale, np.float16, config.growth_interval)  # wrong options fail here, not in a step
+        self.schedule = Schedule(
+            config.schedule, config.lr, config.min_lr, config.warmup, config.total, config.decay
+        )
+        LossScaling.of(
+            config.loss_scale, np.float16, config.growth_interval
+        )  # wrong options fail here, not in a step
         self._grads: Tree | None = None
         self._sums: Tree | None = None  # fp32, over micro-batches
         self._decay: Array = None
@@ -181,14 +194,16 @@ class TrainStep:
     def __call__(self, params: Tree, opt_state: OptState, batch: Batch) -> tuple[Tree, OptState, Metrics]:
         fresh = Tree(params.layout, array_module(params.buffer).empty_like(params.buffer))
         master, m, v = (
-            Tree(t.layout, array_module(t.buffer).empty_like(t.buffer)) for t in (opt_state.master, opt_state.m, opt_state.v)
+            Tree(t.layout, array_module(t.buffer).empty_like(t.buffer))
+            for t in (opt_state.master, opt_state.m, opt_state.v)
         )
         if params.dtype == np.float32:
             master = fresh
         return self.run(params, opt_state, batch, (fresh, master, m, v))
 
     def run(self, params: Tree, opt_state: OptState, batch: Batch, out: tuple[Tree, Tree, Tree, Tree]):
-        """The step, with the new params, master, m and v written to `out`: fresh trees, or the given ones themselves."""
+        """The step, with the new params, master, m and v written to `out`: fresh trees, or the given ones
+        themselves."""
         device = device_of(params.buffer)
         batch = self._place(params, opt_state, batch, device)
         with use(device):
@@ -213,7 +228,9 @@ class TrainStep:
         losses = xp.empty(A, np.float32)
         for a in range(A):
             micro = Batch(batch.tokens[a], batch.targets[a], batch.order[a])
-            losses[a : a + 1] = self.loss_and_grads(params, micro, loss_scale=dloss, rng=Rng(key, a * B), out=grads)
+            losses[a : a + 1] = self.loss_and_grads(
+                params, micro, loss_scale=dloss, rng=Rng(key, a * B), out=grads
+            )
             if A > 1:
                 cast_and_scale(grads.buffer, 1.0, out=self._sums.buffer, accumulate=a > 0)
         if A > 1:
@@ -237,14 +254,18 @@ class TrainStep:
         """The batch on `device`, validated where the host holds it."""
         _check_state(params, state)
         if not isinstance(batch, Batch):
-            raise InvalidType(f"train_step expects a Batch; got {type(batch).__name__}. Batch.of(tokens, targets) makes it.")
+            raise InvalidType(
+                f"train_step expects a Batch; got {type(batch).__name__}. Batch.of(tokens, targets) makes it."
+            )
         where = {device_of(x) for x in batch}
         if where == {device}:
             if device == "cpu":
                 check_batch(batch, self.vocab_size or 2**31 - 1)
             return batch
         if where != {"cpu"}:
-            raise InvalidType(f"params are on {device}, the batch is on {', '.join(sorted(where))}. Move one of them.")
+            raise InvalidType(
+                f"params are on {device}, the batch is on {', '.join(sorted(where))}. Move one of them."
+            )
         check_batch(batch, self.vocab_size or 2**31 - 1)
         return Batch(*(to_device(x, device) for x in batch))
 
@@ -257,19 +278,24 @@ def _check_state(params, state) -> None:
         )
     where = {device_of(t.buffer) for t in (params, state.master, state.m, state.v)}
     if len(where) > 1:
-        raise InvalidType(f"params and opt_state are on several devices: {', '.join(sorted(where))}. Move them to one.")
+        raise InvalidType(
+            f"params and opt_state are on several devices: {', '.join(sorted(where))}. Move them to one."
+        )
     for name, tree in (("master", state.master), ("m", state.m), ("v", state.v)):
         if tree.layout != params.layout:
-            raise InvalidValue(f"opt_state.{name} has another layout than params. Take both from one nb.init or checkpoint.")
+            raise InvalidValue(
+                f"opt_state.{name} has another layout than params. Take both from one nb.init or checkpoint."
+            )
 
 
 def make_train_step(model: GPTConfig | Callable, config: TrainConfig | None = None) -> TrainStep:
-    """A pure `train_step(params, opt_state, batch) -> (params, opt_state, metrics)`: inputs untouched, outputs fresh.
+    """A pure `train_step(params, opt_state, batch) -> (params, opt_state, metrics)`: inputs untouched,
+    outputs fresh.
 
-    model: a GPTConfig, or a function `loss_and_grads(params, batch, *, loss_scale, rng, out) -> loss_sum` of your own. It gets a
-    micro-batch (tokens and targets (B, T), order (B*T,)), writes the gradients of loss_scale * (the sum of its losses) to the tree
-    `out`, whole, and returns that sum as (1,) fp32. loss_scale is on the device and already divided by the number of counted
-    targets of the whole batch.
+    model: a GPTConfig, or a function `loss_and_grads(params, batch, *, loss_scale, rng, out) -> loss_sum` of
+    your own. It gets a micro-batch (tokens and targets (B, T), order (B*T,)), writes the gradients of
+    loss_scale * (the sum of its losses) to the tree `out`, whole, and returns that sum as (1,) fp32.
+    loss_scale is on the device and already divided by the number of counted targets of the whole batch.
     """
     config = TrainConfig() if config is None else config
     if not isinstance(config, TrainConfig):
@@ -281,7 +307,9 @@ def make_train_step(model: GPTConfig | Callable, config: TrainConfig | None = No
             f"make_train_step expects a GPTConfig or a function loss_and_grads; got {type(model).__name__}."
         )
     if config.remat != "none":
-        raise InvalidValue(f"remat={config.remat!r} belongs to a GPTConfig; your own loss_and_grads recomputes as it likes.")
+        raise InvalidValue(
+            f"remat={config.remat!r} belongs to a GPTConfig; your own loss_and_grads recomputes as it likes."
+        )
     return TrainStep(model, config, None)
 
 
@@ -294,15 +322,17 @@ def _consume(params: Tree, state: OptState) -> tuple[Tree, OptState]:
 
 
 def donate(step: TrainStep) -> Callable:
-    """`step` with the same signature and the same bits, but params and opt_state are consumed: the results live in their
-    memory, and using a consumed tree again raises InvalidValue (as JAX's donate_argnums)."""
+    """`step` with the same signature and the same bits, but params and opt_state are consumed: the results
+    live in their memory, and using a consumed tree again raises InvalidValue (as JAX's donate_argnums)."""
     if not isinstance(step, TrainStep):
         raise InvalidType(f"donate expects what make_train_step returns; got {type(step).__name__}.")
 
     def donated(params: Tree, opt_state: OptState, batch: Batch) -> tuple[Tree, OptState, Metrics]:
         _check_state(params, opt_state)
         device = device_of(params.buffer)
-        batch = step._place(params, opt_state, batch, device)  # whatever is wrong is said before anything is consumed
+        batch = step._place(
+            params, opt_state, batch, device
+        )  # whatever is wrong is said before anything is consumed
         params, opt_state = _consume(params, opt_state)
         with use(device):
             return step._run(params, opt_state, batch, (params, opt_state.master, opt_state.m, opt_state.v))
@@ -324,7 +354,9 @@ class CapturedStep:
         _check_state(params, opt_state)
         device = device_of(params.buffer)
         if device == "cpu":
-            raise Unavailable("capture needs a GPU; params are on the CPU. Use donate(step), which gives the same bits.")
+            raise Unavailable(
+                "capture needs a GPU; params are on the CPU. Use donate(step), which gives the same bits."
+            )
         batch = self._step._place(params, opt_state, batch, device)
         with use(device):
             params, opt_state = self._take(params, opt_state)
@@ -352,7 +384,9 @@ class CapturedStep:
         shape = batch.tokens.shape
         if shape not in self._graphs:
             if len(self._graphs) == self.SHAPES_BEFORE_A_WORD:
-                say_once(f"capture: more than {self.SHAPES_BEFORE_A_WORD} batch shapes, each with a graph and memory of its own")
+                say_once(
+                    f"capture: more than {self.SHAPES_BEFORE_A_WORD} batch shapes, each with a graph and memory of its own"
+                )
             buffers = Batch(*(x.copy() for x in batch))
             out = params, state.master, state.m, state.v
 
@@ -381,10 +415,11 @@ def _arrays(params: Tree, state: OptState):
 
 
 def capture(step: TrainStep) -> CapturedStep:
-    """`donate(step)`, run from one graph: no launch gaps, no work on the host between the batch and the metrics.
+    """`donate(step)`, run from one graph: no launch gaps, no work on the host between the batch and the
+    metrics.
 
-    The first call with a batch shape compiles, measures the products, and captures; it consumes no step. Trees that did not come
-    from this function's last call are copied into the graph's memory. GPU only.
+    The first call with a batch shape compiles, measures the products, and captures; it consumes no step.
+    Trees that did not come from this function's last call are copied into the graph's memory. GPU only.
     """
     if not isinstance(step, TrainStep):
         raise InvalidType(f"capture expects what make_train_step returns; got {type(step).__name__}.")
@@ -392,7 +427,8 @@ def capture(step: TrainStep) -> CapturedStep:
 
 
 def make_eval_step(config: GPTConfig) -> Callable:
-    """`eval_step(params, batch) -> (loss_sum, n_targets)`, (1,) arrays on the device: the loss of a batch without dropout."""
+    """`eval_step(params, batch) -> (loss_sum, n_targets)`, (1,) arrays on the device: the loss of a batch
+    without dropout."""
     model = GPT(config, "full")
 
     def eval_step(params: Tree, batch: Batch):
@@ -402,10 +438,14 @@ def make_eval_step(config: GPTConfig) -> Callable:
             batch = Batch(*(to_device(x, device) for x in batch))
         with use(device):
             xp = array_module(params.buffer)
-            counts, _ = batch_check(batch.tokens, batch.targets, xp.ones(1, np.float32), vocab_size=config.vocab_size)
+            counts, _ = batch_check(
+                batch.tokens, batch.targets, xp.ones(1, np.float32), vocab_size=config.vocab_size
+            )
             losses = xp.empty(len(batch.tokens), np.float32)
             for a in range(len(batch.tokens)):
-                losses[a : a + 1] = model.eval_loss(params, Batch(batch.tokens[a], batch.targets[a], batch.order[a]))
+                losses[a : a + 1] = model.eval_loss(
+                    params, Batch(batch.tokens[a], batch.targets[a], batch.order[a])
+                )
             return sum_losses(losses), counts[:1]
 
     return eval_step

@@ -1,7 +1,7 @@
 """A tree of arrays in one contiguous buffer.
 
-Leaves are views of the buffer, aligned to 256 elements; the padding between them is zero, and neither counted nor saved. So
-the optimizer, the norm and a cast are one launch each at any depth, and a layer is one slice.
+Leaves are views of the buffer, aligned to 256 elements; the padding between them is zero, and neither counted
+nor saved. So the optimizer, the norm and a cast are one launch each at any depth, and a layer is one slice.
 """
 
 import functools
@@ -65,7 +65,9 @@ class Tree:
 
     def __init__(self, layout: Layout, buffer, _views: dict | None = None):
         if buffer.shape != (layout.size,):
-            raise InvalidValue(f"the buffer of this layout has {layout.size} elements; got shape {buffer.shape}.")
+            raise InvalidValue(
+                f"the buffer of this layout has {layout.size} elements; got shape {buffer.shape}."
+            )
         self.layout = layout
         self._buffer = buffer
         self._views = {} if _views is None else _views
@@ -99,7 +101,9 @@ class Tree:
         if view is None:
             leaf = _index(self.layout).get(name)
             if leaf is None:
-                raise KeyError(f"no leaf {name!r}; leaves are {', '.join(leaf.name for leaf in self.layout.leaves[:8])} …")
+                raise KeyError(
+                    f"no leaf {name!r}; leaves are {', '.join(leaf.name for leaf in self.layout.leaves[:8])} …"
+                )
             view = self._views[name] = buffer[leaf.offset : leaf.offset + leaf.size].reshape(leaf.shape)
         return view
 
@@ -158,7 +162,9 @@ class _Branch:
 
     def __len__(self) -> int:
         depth = self._prefix.count(".") + 1
-        return len({n.split(".")[depth] for n in _index(self._tree.layout) if n.startswith(self._prefix + ".")})
+        return len(
+            {n.split(".")[depth] for n in _index(self._tree.layout) if n.startswith(self._prefix + ".")}
+        )
 
 
 def _child(tree: Tree, path: str, name: str):

@@ -2,8 +2,9 @@
 
     python -m profiling.bench_ops [--dtype fp16 bf16] [--only layernorm] [--peers torch] [--out FOLDER]
 
-Rows are 32 x 1024 tokens of 768 channels, vocabulary 50304, 124 M parameters. Bytes are those that must move: each input read
-once, each output written once. Operators walk over several sets of arrays, so that the L2 cache holds none of them.
+Rows are 32 x 1024 tokens of 768 channels, vocabulary 50304, 124 M parameters. Bytes are those that must move:
+each input read once, each output written once. Operators walk over several sets of arrays, so that the L2
+cache holds none of them.
 """
 
 import argparse
@@ -113,7 +114,11 @@ def embedding(new):
     tokens = new.cupy.asarray(tokens)
     wte, wpe, x = new(V, C), new(T, C), new(B, T, C)
     yield "embedding forward", lambda i: embedding_forward(tokens, wte, wpe, out=x), 2 * x.nbytes
-    yield "embedding backward", lambda i: embedding_backward(x, tokens, order, wte, wpe, accumulate=True), 3 * x.nbytes
+    yield (
+        "embedding backward",
+        lambda i: embedding_backward(x, tokens, order, wte, wpe, accumulate=True),
+        3 * x.nbytes,
+    )
 
 
 def adamw(new):
@@ -121,7 +126,11 @@ def adamw(new):
     from nbtrain.ops.global_norm import global_norm
 
     g, params = new(PARAMS), new(PARAMS)
-    master, m, v = new(PARAMS, dtype=np.float32), new(PARAMS, dtype=np.float32), abs(new(PARAMS, dtype=np.float32))
+    master, m, v = (
+        new(PARAMS, dtype=np.float32),
+        new(PARAMS, dtype=np.float32),
+        abs(new(PARAMS, dtype=np.float32)),
+    )
     decay = new.cupy.ones(PARAMS // 256, np.uint8)
     hyper = new.cupy.asarray(np.array([1e-4, 1, 0, 10, 20, 0, 0, 0], np.float32))
     norm = new(1, dtype=np.float32)
@@ -180,7 +189,9 @@ def torch_rows(dtype: str, only: str) -> dict[str, float]:
                 best = np.inf
                 for f in (function, torch.compile(function)):
                     out = f(*args)
-                    best = min(best, ms(lambda out=out: torch.autograd.grad(out, args, dy, retain_graph=True)))
+                    best = min(
+                        best, ms(lambda out=out: torch.autograd.grad(out, args, dy, retain_graph=True))
+                    )
                 found[name] = best
             except Exception:
                 traceback.print_exc()
@@ -196,7 +207,9 @@ def torch_rows(dtype: str, only: str) -> dict[str, float]:
     backward_row("bias + gelu backward", lambda u, b: F.gelu(u + b, approximate="tanh"), new(N, 4 * C), *us)
     s = new(16 * H * T, T)
     row("softmax forward", lambda: F.softmax(s, -1))
-    backward_row("softmax backward", lambda s: F.softmax(s, -1), new(16 * H * T, T), s.clone().requires_grad_())
+    backward_row(
+        "softmax backward", lambda s: F.softmax(s, -1), new(16 * H * T, T), s.clone().requires_grad_()
+    )
     del s, u, us
     logits, targets = new(N, V).requires_grad_(), torch.randint(0, 50257, (N,), device="cuda")
 
@@ -207,13 +220,18 @@ def torch_rows(dtype: str, only: str) -> dict[str, float]:
         try:
             forward = torch.compile(lambda z: F.cross_entropy(z.float(), targets))
             found["cross-entropy forward + backward"] = min(
-                ms(lambda: loss_and_gradient(logits)), ms(lambda: torch.autograd.grad(forward(logits), logits))
+                ms(lambda: loss_and_gradient(logits)),
+                ms(lambda: torch.autograd.grad(forward(logits), logits)),
             )
         except Exception:
             traceback.print_exc()
     del logits
     torch.cuda.empty_cache()
-    ids = torch.multinomial(1 / torch.arange(1, 50258, dtype=torch.float64), N, replacement=True).cuda().reshape(B, T)
+    ids = (
+        torch.multinomial(1 / torch.arange(1, 50258, dtype=torch.float64), N, replacement=True)
+        .cuda()
+        .reshape(B, T)
+    )
     wte, wpe = new(V, C).requires_grad_(), new(T, C)
     row("embedding forward", lambda: F.embedding(ids, wte) + wpe)
     backward_row("embedding backward", lambda t: F.embedding(ids, t), new(B, T, C), wte)
@@ -234,7 +252,9 @@ def torch_rows(dtype: str, only: str) -> dict[str, float]:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dtype", nargs="+", default=["fp16", "bf16"], choices=list(FLOATS))
     parser.add_argument("--only", default="", help="part of an operator's name")
     parser.add_argument("--peers", default="", help="torch: the same work in PyTorch, in this run")

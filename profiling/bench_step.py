@@ -1,11 +1,13 @@
-"""The training step of GPT-2 on one GPU: ms, tokens/s, MFU, memory; PyTorch and JAX beside it in the same run.
+"""The training step of GPT-2 on one GPU: ms, tokens/s, MFU, memory; PyTorch and JAX beside it in the same
+run.
 
-    python -m profiling.bench_step --dtype bf16 fp16 --batch 32 [--mode capture donate] [--peers torch,jax] [--out FOLDER]
+    python -m profiling.bench_step --dtype bf16 fp16 --batch 32 [--mode capture donate] [--peers torch,jax]
+    [--out FOLDER]
 
-Each trainer runs in a process of its own, one after the other, on the same tokens (Zipf-distributed, so that frequent words repeat
-as in a text). Steps are timed back to back in blocks; the median block counts. Memory is the rise of the whole card over idle
-(NVML), the context included, measured alike for every trainer. MFU = (6 N + 12 L C T) FLOP a token over the measured 8192^3
-product.
+Each trainer runs in a process of its own, one after the other, on the same tokens (Zipf-distributed, so that
+frequent words repeat as in a text). Steps are timed back to back in blocks; the median block counts. Memory
+is the rise of the whole card over idle (NVML), the context included, measured alike for every trainer. MFU =
+(6 N + 12 L C T) FLOP a token over the measured 8192^3 product.
 """
 
 import argparse
@@ -82,11 +84,15 @@ def run_nbtrain(args) -> dict:
     cfg = nb.GPTConfig.preset(args.preset)
     scale = float(args.loss_scale) if args.loss_scale.replace(".", "").isdigit() else args.loss_scale
     train = nb.TrainConfig(lr=6e-4, clip=1.0, remat=args.remat, loss_scale=scale)
-    step = {"capture": capture, "donate": nb.donate, "pure": lambda s: s}[args.mode](nb.make_train_step(cfg, train))
+    step = {"capture": capture, "donate": nb.donate, "pure": lambda s: s}[args.mode](
+        nb.make_train_step(cfg, train)
+    )
     state = list(nb.init(cfg, 0, args.dtype, "cuda:0"))
     stream = zipf_tokens(cfg.vocab_size, args.batch * (cfg.block_size + 1) * 4).reshape(4, args.batch, -1)
     batches = [
-        nb.Batch.of(cupy.asarray(np.ascontiguousarray(t[:, :-1])), cupy.asarray(np.ascontiguousarray(t[:, 1:])))
+        nb.Batch.of(
+            cupy.asarray(np.ascontiguousarray(t[:, :-1])), cupy.asarray(np.ascontiguousarray(t[:, 1:]))
+        )
         for t in stream
     ]
     losses, count = [], 0
@@ -102,7 +108,9 @@ def run_nbtrain(args) -> dict:
     first_loss = float(losses[0])
     first = time.perf_counter() - start
     row = time_blocks(one, cupy.cuda.runtime.deviceSynchronize)
-    return row | dict(memory_mb=memory.rise_mb(), first_step_s=first, loss_first=first_loss, loss_last=float(losses[-1]))
+    return row | dict(
+        memory_mb=memory.rise_mb(), first_step_s=first, loss_first=first_loss, loss_last=float(losses[-1])
+    )
 
 
 def run_torch(args) -> dict:
@@ -128,7 +136,9 @@ def run_torch(args) -> dict:
         model = model.to(kind)
         optimizer = torch.optim.AdamW(masters, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
     scaler = torch.amp.GradScaler("cuda", enabled=args.dtype == "fp16")
     compiled = torch.compile(model)
     stream = zipf_tokens(cfg.vocab_size, args.batch * (cfg.block_size + 1) * 4).reshape(4, args.batch, -1)
@@ -193,7 +203,9 @@ def child(args, **options) -> dict | None:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp16"], choices=["bf16", "fp16", "fp32"])
     parser.add_argument("--batch", nargs="+", type=int, default=[32])
     parser.add_argument("--mode", nargs="+", default=["capture"], choices=["capture", "donate", "pure"])
@@ -209,7 +221,9 @@ def main():
         inner = argparse.Namespace(**json.loads(args.child))
         inner.dtype = inner.dtype[0]
         sys.path.insert(0, str(HERE))
-        run = {"nbtrain": run_nbtrain, "torch": run_torch, "jax": run_jax, "ceilings": run_ceilings}[inner.trainer]
+        run = {"nbtrain": run_nbtrain, "torch": run_torch, "jax": run_jax, "ceilings": run_ceilings}[
+            inner.trainer
+        ]
         print("RESULT " + json.dumps(run(inner)), flush=True)
         return
 
@@ -222,7 +236,10 @@ def main():
     jobs = []
     for dtype in args.dtype:
         for batch in args.batch:
-            jobs += [dict(trainer="nbtrain", variant=mode, mode=mode, dtype=dtype, batch=batch) for mode in args.mode]
+            jobs += [
+                dict(trainer="nbtrain", variant=mode, mode=mode, dtype=dtype, batch=batch)
+                for mode in args.mode
+            ]
             if "torch" in args.peers and dtype != "fp32":
                 kinds = ("autocast", "weights16") if dtype == "bf16" else ("autocast",)
                 jobs += [dict(trainer="torch", variant=v, dtype=dtype, batch=batch) for v in kinds]
@@ -238,7 +255,9 @@ def main():
             row["mfu"] = row["tokens_per_s"] * flop_per_token(cfg) / ceiling / 1e12 if ceiling else None
             rows.append(row)
             print(row, flush=True)
-    print("\n| trainer | dtype | B | ms | tokens/s | MFU | memory MB | loss |\n|---|---|---|---|---|---|---|---|")
+    print(
+        "\n| trainer | dtype | B | ms | tokens/s | MFU | memory MB | loss |\n|---|---|---|---|---|---|---|---|"
+    )
     for r in rows:
         mfu = f"{r['mfu']:.1%}" if r["mfu"] else "-"
         print(

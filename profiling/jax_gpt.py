@@ -1,4 +1,5 @@
-"""The same GPT-2 step in JAX, as one would write it: fp32 parameters, bf16 arithmetic, cuDNN attention, one donated jit."""
+"""The same GPT-2 step in JAX, as one would write it: fp32 parameters, bf16 arithmetic, cuDNN attention, one
+donated jit."""
 
 import functools
 import math
@@ -49,7 +50,9 @@ def loss(params, tokens, targets, cfg, kind):
     wte = params["wte"].astype(kind)
     x = wte[tokens] + params["wpe"].astype(kind)[:T]
     for w in params["blocks"]:
-        q, k, v = (a.reshape(B, T, H, C // H) for a in jnp.split(linear(layernorm(x, w["ln1"]), w["qkv"]), 3, -1))
+        q, k, v = (
+            a.reshape(B, T, H, C // H) for a in jnp.split(linear(layernorm(x, w["ln1"]), w["qkv"]), 3, -1)
+        )
         att = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
         x = x + linear(att.reshape(B, T, C), w["proj"])
         x = x + linear(jax.nn.gelu(linear(layernorm(x, w["ln2"]), w["fc"]), approximate=True), w["out"])

@@ -1,9 +1,11 @@
-"""Where a step's time goes, kernel by kernel: GPT-2 124M, one donated step, an event before and after every launch.
+"""Where a step's time goes, kernel by kernel: GPT-2 124M, one donated step, an event before and after every
+launch.
 
     python -m profiling.step_parts [--dtype bf16] [--batch 32] [--preset gpt2] [--out FOLDER]
 
-Prints a table and writes step_parts_<dtype>.json and .png. The host runs ahead of the device at this size, so an interval between
-two events is the kernel's time and about 2 us. A captured step has the same kernels and no gaps between them.
+Prints a table and writes step_parts_<dtype>.json and .png. The host runs ahead of the device at this size, so
+an interval between two events is the kernel's time and about 2 us. A captured step has the same kernels and
+no gaps between them.
 """
 
 import argparse
@@ -58,7 +60,9 @@ def draw(rows, title, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16", "fp32"])
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--preset", default="gpt2")
@@ -71,7 +75,9 @@ def main():
     step = nb.donate(nb.make_train_step(cfg, nb.TrainConfig()))
     params, state = nb.init(cfg, 0, args.dtype, "cuda:0")
     tokens = zipf_tokens(cfg.vocab_size, args.batch * (cfg.block_size + 1)).reshape(args.batch, -1)
-    batch = nb.Batch.of(cupy.asarray(np.ascontiguousarray(tokens[:, :-1])), cupy.asarray(np.ascontiguousarray(tokens[:, 1:])))
+    batch = nb.Batch.of(
+        cupy.asarray(np.ascontiguousarray(tokens[:, :-1])), cupy.asarray(np.ascontiguousarray(tokens[:, 1:]))
+    )
     for _ in range(3):
         params, state, metrics = step(params, state, batch)
     float(metrics.loss)
@@ -88,16 +94,25 @@ def main():
             parts[name][1] += 1
         for name, (ms, calls) in parts.items():
             times[name].append((ms, calls))
-    rows = [dict(part=name, ms=float(np.median([m for m, _ in seen])), calls=seen[0][1]) for name, seen in times.items()]
+    rows = [
+        dict(part=name, ms=float(np.median([m for m, _ in seen])), calls=seen[0][1])
+        for name, seen in times.items()
+    ]
     rows.sort(key=lambda r: -r["ms"])
     total = sum(r["ms"] for r in rows)
     print(machine())
     for r in rows:
-        print(f"{r['ms']:8.3f} ms {r['ms'] / total:6.1%} {r['calls']:4} x {r['ms'] / r['calls'] * 1e3:8.1f} us  {r['part']}")
+        print(
+            f"{r['ms']:8.3f} ms {r['ms'] / total:6.1%} {r['calls']:4} x {r['ms'] / r['calls'] * 1e3:8.1f} us  {r['part']}"
+        )
     gemms = sum(r["ms"] for r in rows if r["part"].startswith("gemm"))
     print(f"sum {total:.2f} ms, of which products {gemms:.2f}")
     write_results(f"step_parts_{args.dtype}", rows, args.out)
-    draw(rows[:24], f"{args.preset} {args.dtype}, B = {args.batch}: {total:.1f} ms of kernels", args.out / f"step_parts_{args.dtype}.png")
+    draw(
+        rows[:24],
+        f"{args.preset} {args.dtype}, B = {args.batch}: {total:.1f} ms of kernels",
+        args.out / f"step_parts_{args.dtype}.png",
+    )
 
 
 if __name__ == "__main__":

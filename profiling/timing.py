@@ -12,7 +12,8 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def graph_ms(work, calls: int = 12, repeats: int = 12) -> float:
-    """Median time of one `work(i)` in ms, i counting calls, inside a graph of `calls` of them: no launch gaps.
+    """Median time of one `work(i)` in ms, i counting calls, inside a graph of `calls` of them: no launch
+    gaps.
 
     `work` should walk over more data than the L2 cache holds, by i.
     """
@@ -96,7 +97,9 @@ def machine() -> dict:
             return None
 
     packages = ("nbtrain", "numba", "numba-cuda", "cupy-cuda13x", "nvmath-python", "numpy", "torch", "jax")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
     found = {"python": platform.python_version(), **{p: version(p) for p in packages}, "commit": commit}
     try:
         import cupy

@@ -1,9 +1,10 @@
-"""Compiles every kernel for one NVIDIA architecture without a GPU and checks the machine code: no fp64, no stack, no spills.
+"""Compiles every kernel for one NVIDIA architecture without a GPU and checks the machine code: no fp64, no
+stack, no spills.
 
     python -m tests.compile_check 90 [part of an operator's name]
 
-Prints a line a kernel and exits with 1 if one breaks a rule. PTX comes from numba-cuda, machine code from CUDA's ptxas (the
-wheel nvidia-cuda-nvcc, or the one on PATH).
+Prints a line a kernel and exits with 1 if one breaks a rule. PTX comes from numba-cuda, machine code from
+CUDA's ptxas (the wheel nvidia-cuda-nvcc, or the one on PATH).
 """
 
 import importlib.metadata
@@ -52,7 +53,8 @@ def assemble(ptx: str, arch: str) -> dict:
 
 
 def calls(arch: str, only: str):
-    """What there is to compile for `arch`: every operator's kernels, and those that only some architectures can run."""
+    """What there is to compile for `arch`: every operator's kernels, and those that only some architectures
+    can run."""
     from nbtrain.device import FLOATS
     from tests.kernel_calls import record
     from tests.nvidia.flash_calls import record as record_flash

@@ -5,7 +5,9 @@ from nbtrain.device import SIMULATED
 
 
 def pytest_addoption(parser):
-    parser.addoption("--device", default="cuda:0", help="the GPU that tests marked gpu run on (hip:0 on ROCm)")
+    parser.addoption(
+        "--device", default="cuda:0", help="the GPU that tests marked gpu run on (hip:0 on ROCm)"
+    )
 
 
 @pytest.fixture(params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])

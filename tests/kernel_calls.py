@@ -1,6 +1,8 @@
-"""One call of every launcher, at GPT-2's sizes: what the compile checks record and compile. Nothing here runs a kernel.
+"""One call of every launcher, at GPT-2's sizes: what the compile checks record and compile. Nothing here runs
+a kernel.
 
-Arrays are `np.empty`, never touched, so their size costs nothing. An operator's author adds a function named after it.
+Arrays are `np.empty`, never touched, so their size costs nothing. An operator's author adds a function named
+after it.
 """
 
 import numpy as np
@@ -31,7 +33,14 @@ def softmax(dtype):
 
     rng = empty(np.uint32, (3,))
     # GPT-2's context, unaligned rows, the longest that stay in registers, the longest of all
-    for L, causal in ((1024, False), (1024, True), (1023, True), (16384, True), (32767, False), (32768, True)):
+    for L, causal in (
+        (1024, False),
+        (1024, True),
+        (1023, True),
+        (16384, True),
+        (32767, False),
+        (32768, True),
+    ):
         x, lse = empty(dtype, (L, L)), empty(np.float32, (L,))
         y = softmax_forward(x, causal=causal)
         softmax_backward(x, y, causal=causal)
@@ -149,7 +158,21 @@ def cast(dtype):
         cast_and_scale(x, 2.0, out=out, accumulate=True)
 
 
-CALLS = [layernorm, linear, gelu, dropout, cast, softmax, attention, cross_entropy, global_norm, adamw, embedding, batch_check, control]
+CALLS = [
+    layernorm,
+    linear,
+    gelu,
+    dropout,
+    cast,
+    softmax,
+    attention,
+    cross_entropy,
+    global_norm,
+    adamw,
+    embedding,
+    batch_check,
+    control,
+]
 
 
 def record(only: str = "", dtypes=tuple(FLOATS)):

@@ -55,13 +55,21 @@ def test_operators_do_not_import_each_other():
             continue
         own = path.stem.removesuffix("_kernels")
         for name in imports(path):
-            assert not name.startswith("nbtrain.ops.") or name == f"nbtrain.ops.{own}_kernels", f"{path} imports {name}"
+            assert not name.startswith("nbtrain.ops.") or name == f"nbtrain.ops.{own}_kernels", (
+                f"{path} imports {name}"
+            )
 
 
 def test_numba_and_cupy_stay_inside_device():
     for path, module in modules():
         if module != "device":
-            found = {name.split(".")[0] for name in imports(path)} & {"numba", "cupy", "cupyx", "llvmlite", "nvmath"}
+            found = {name.split(".")[0] for name in imports(path)} & {
+                "numba",
+                "cupy",
+                "cupyx",
+                "llvmlite",
+                "nvmath",
+            }
             assert not found, f"{path} imports {found}"
 
 

@@ -1,4 +1,5 @@
-"""The whole model against PyTorch (tests/fixtures), and the properties that every policy and split must keep."""
+"""The whole model against PyTorch (tests/fixtures), and the properties that every policy and split must
+keep."""
 
 import ml_dtypes
 import numpy as np
@@ -87,7 +88,15 @@ def test_one_parameter_moves_the_loss_as_its_gradient_says():
     params.buffer[:] += 0.1 * rng.standard_normal(params.buffer.shape).astype(np.float32)
     batch, model, grads = random_batch(TINY, 2, 5), GPT(TINY), params.like()
     model.loss_and_grads(params, batch, loss_scale=scalar(1), out=grads)
-    for name in ("wte", "wpe", "blocks.0.qkv_w", "blocks.1.fc_b", "blocks.2.ln2_w", "blocks.0.out_w", "lnf_b"):
+    for name in (
+        "wte",
+        "wpe",
+        "blocks.0.qkv_w",
+        "blocks.1.fc_b",
+        "blocks.2.ln2_w",
+        "blocks.0.out_w",
+        "lnf_b",
+    ):
         direction = rng.standard_normal(params[name].shape).astype(np.float32)
         if name == "wte":
             direction[TINY.vocab_size :] = 0
@@ -129,7 +138,9 @@ def test_dropout_depends_on_the_place_in_the_whole_batch_only():
     sums = []
     for a, half in enumerate(halves):
         grads = params.like()
-        sums.append(float(model.loss_and_grads(params, half, loss_scale=scalar(1), rng=Rng(key, 2 * a), out=grads)[0]))
+        sums.append(
+            float(model.loss_and_grads(params, half, loss_scale=scalar(1), rng=Rng(key, 2 * a), out=grads)[0])
+        )
         parts.append(f64(grads.buffer))
     assert sum(sums) == pytest.approx(float(total[0]), rel=1e-6)
     assert np.abs(sum(parts) - f64(whole.buffer)).max() <= 1e-5 * np.abs(f64(whole.buffer)).max()
@@ -154,7 +165,9 @@ def test_logits_in_chunks_of_rows_give_the_same_gradients(device, dtype, monkeyp
         model, grads = GPT(cfg), params.like()
         loss = model.loss_and_grads(params, batch, loss_scale=scalar(1, device), out=grads)
         assert float(loss[0]) == float(model.eval_loss(params, batch)[0])
-        results.append((float(loss[0]), f64(to_host(grads.buffer)), len(model._row_chunks(200, params.dtype))))
+        results.append(
+            (float(loss[0]), f64(to_host(grads.buffer)), len(model._row_chunks(200, params.dtype)))
+        )
     (one, whole, n), (two, parts, m) = results
     assert (n, m) == (1, 4) and one == pytest.approx(two, rel=1e-6)
     limit = 1e-5 if dtype == np.float32 else 2**-7

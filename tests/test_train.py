@@ -57,7 +57,10 @@ def test_ten_steps_match_pytorch(device):
 
     tokens = Batch.of(*(to_device(x, device) for x in golden.batches[0])).tokens[0]
     logits = f64(to_host(GPT(cfg).logits(params, tokens)))
-    assert np.abs(logits - golden.final_logits.reshape(logits.shape)).max() <= 2e-4 * np.abs(golden.final_logits).max()
+    assert (
+        np.abs(logits - golden.final_logits.reshape(logits.shape)).max()
+        <= 2e-4 * np.abs(golden.final_logits).max()
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -107,7 +110,8 @@ def test_a_wrong_batch_consumes_nothing():
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_micro_batches_add_up_to_the_whole_batch(dtype):
-    """Targets that do not count are spread unevenly: the mean is over the counted ones of all micro-batches."""
+    """Targets that do not count are spread unevenly: the mean is over the counted ones of all
+    micro-batches."""
     whole = batch_of(TINY, A=1, B=4)
     whole.targets[0, :2, 3:] = -100
     split = Batch.of(whole.tokens.reshape(2, 2, 8), whole.targets.reshape(2, 2, 8))

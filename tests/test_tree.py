@@ -4,7 +4,13 @@ import pytest
 from nbtrain.errors import InvalidValue
 from nbtrain.tree import TILE, Layout, Tree
 
-ITEMS = [("wte", (5, 7)), ("blocks.0.w", (3, 100)), ("blocks.0.b", (100,)), ("blocks.1.w", (3, 100)), ("blocks.1.b", (100,))]
+ITEMS = [
+    ("wte", (5, 7)),
+    ("blocks.0.w", (3, 100)),
+    ("blocks.0.b", (100,)),
+    ("blocks.1.w", (3, 100)),
+    ("blocks.1.b", (100,)),
+]
 
 
 def tree():

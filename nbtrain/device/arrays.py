@@ -1,4 +1,5 @@
-"""What launchers ask of their arguments: which module they belong to, and whether shapes, dtypes and devices agree."""
+"""What launchers ask of their arguments: which module they belong to, and whether shapes, dtypes and devices
+agree."""
 
 import functools
 import re
@@ -59,7 +60,8 @@ def as_arrays(*xs):
 
 @functools.cache
 def _parse(spec: str):
-    """'x (N, C), weight (C,), mean (N,) fp32' -> ((name, dims, kind), ...); no kind means the storage dtype."""
+    """'x (N, C), weight (C,), mean (N,) fp32' -> ((name, dims, kind), ...); no kind means the storage
+    dtype."""
     items = re.findall(r"(\w+) \(([^)]*)\)(?: (\w+))?", spec)
     return tuple(
         (
@@ -74,9 +76,10 @@ def _parse(spec: str):
 def expect(op: str, spec: str, *arrays, hint: str = "") -> tuple[int, ...]:
     """Checks `arrays` against `spec` and returns the dimensions it names, in order of first appearance.
 
-    `spec` reads "x (N, C), weight (C,), mean (N,) fp32": a name, a shape, and a dtype where it is not the storage dtype, the
-    float dtype that all arrays without one share. None stands for an optional array that is absent. All arrays must be
-    C-contiguous and on one device. Raises InvalidValue or InvalidType with the whole picture.
+    `spec` reads "x (N, C), weight (C,), mean (N,) fp32": a name, a shape, and a dtype where it is not the
+    storage dtype, the float dtype that all arrays without one share. None stands for an optional array that
+    is absent. All arrays must be C-contiguous and on one device. Raises InvalidValue or InvalidType with the
+    whole picture.
     """
     names, module, storage = {}, None, None
     for (name, dims, kind), x in zip(_parse(spec), arrays, strict=True):

@@ -1,7 +1,8 @@
 """Which GPU target kernels are compiled for: numba-cuda, its simulator, numba-hip, or none.
 
-The choice is made once, on import, from what is installed; `NBTRAIN_TARGET` = nvidia, hip or none overrides it. numba's own
-built-in `numba.cuda` is deprecated and never used: without numba-cuda, `cuda` is a stub that says what to install.
+The choice is made once, on import, from what is installed; `NBTRAIN_TARGET` = nvidia, hip or none overrides
+it. numba's own built-in `numba.cuda` is deprecated and never used: without numba-cuda, `cuda` is a stub that
+says what to install.
 """
 
 import importlib.util

@@ -1,9 +1,9 @@
 """Machine code of kernels, kept on disk: a second start takes seconds.
 
-A file holds the SHA-256 of what follows, a line of JSON (the entry point's name) and the binary. Nothing is unpickled; a file
-whose hash does not match is compiled again. The key is a hash of everything that the code follows from: the kernel with the
-values that its factory fixed, the device functions that it calls, the argument types, the architecture, nbtrain's sources and
-the compilers' versions.
+A file holds the SHA-256 of what follows, a line of JSON (the entry point's name) and the binary. Nothing is
+unpickled; a file whose hash does not match is compiled again. The key is a hash of everything that the code
+follows from: the kernel with the values that its factory fixed, the device functions that it calls, the
+argument types, the architecture, nbtrain's sources and the compilers' versions.
 """
 
 import functools
@@ -26,7 +26,15 @@ def _sources() -> str:
     digest = hashlib.sha256(platform.python_version().encode())
     for path in sorted(ROOT.rglob("*.py")):
         digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
-    for package in ("numba", "numba-cuda", "numba-hip", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink"):
+    for package in (
+        "numba",
+        "numba-cuda",
+        "numba-hip",
+        "llvmlite",
+        "cuda-core",
+        "nvidia-nvvm",
+        "nvidia-nvjitlink",
+    ):
         try:
             digest.update(f"{package}={importlib.metadata.version(package)}".encode())
         except importlib.metadata.PackageNotFoundError:
@@ -48,7 +56,9 @@ def _describe(value, depth: int = 0) -> str:
     cells = [_describe(cell.cell_contents, depth + 1) for cell in function.__closure__ or ()]
     inside = (code.co_code.hex(), code.co_names, [c for c in code.co_consts if not hasattr(c, "co_code")])
     options = sorted((k, repr(v)) for k, v in getattr(value, "targetoptions", {}).items() if k != "link")
-    return f"{function.__module__}.{function.__qualname__}{_file_hash(code.co_filename)}{inside}{options}{cells}"
+    return (
+        f"{function.__module__}.{function.__qualname__}{_file_hash(code.co_filename)}{inside}{options}{cells}"
+    )
 
 
 def cached_binary(compiled, types, architecture: str, compile_) -> tuple[str, bytes]:

@@ -1,12 +1,12 @@
 """Matrix products on the GPU: the only caller of cuBLAS and hipBLAS.
 
-Operands are row-major views with one contiguous axis each, so `a.T` costs nothing. Accumulation is fp32 for every storage
-dtype; `accumulate="fp16"` trades that away (Hgemm): products of 16-bit inputs are then summed in fp16, which loses about
-log2(K) of its 11 bits over K terms and overflows at 65504.
+Operands are row-major views with one contiguous axis each, so `a.T` costs nothing. Accumulation is fp32 for
+every storage dtype; `accumulate="fp16"` trades that away (Hgemm): products of 16-bit inputs are then summed
+in fp16, which loses about log2(K) of its 11 bits over K terms and overflows at 65504.
 
-Two rooms: cuBLASLt through NVIDIA's own bindings, where they are installed (capturable in a graph, bias in the epilogue,
-algorithms measured once a shape), and CuPy's bindings, which reach cuBLAS on NVIDIA and hipBLAS on AMD. NBTRAIN_BLAS = cublaslt
-or cupy takes one by name. NumPy arrays, in the simulator, go through NumPy.
+Two rooms: cuBLASLt through NVIDIA's own bindings, where they are installed (capturable in a graph, bias in
+the epilogue, algorithms measured once a shape), and CuPy's bindings, which reach cuBLAS on NVIDIA and hipBLAS
+on AMD. NBTRAIN_BLAS = cublaslt or cupy takes one by name. NumPy arrays, in the simulator, go through NumPy.
 """
 
 import functools
@@ -37,16 +37,23 @@ def room() -> tuple[str, str]:
     asked = os.environ.get("NBTRAIN_BLAS", "auto")
     here = TARGET == "nvidia" and importlib.util.find_spec("nvmath") is not None
     if asked == "auto":
-        return ("cublaslt", "nvmath-python is installed") if here else ("cupy", "there is no nvmath-python for this target")
+        return (
+            ("cublaslt", "nvmath-python is installed")
+            if here
+            else ("cupy", "there is no nvmath-python for this target")
+        )
     if asked not in ("cublaslt", "cupy"):
         raise InvalidValue(f"NBTRAIN_BLAS is cublaslt, cupy or auto; got {asked!r}.")
     if asked == "cublaslt" and not here:
-        raise Unavailable("NBTRAIN_BLAS=cublaslt needs an NVIDIA GPU and nvmath-python: pip install 'nbtrain[cuda13]'.")
+        raise Unavailable(
+            "NBTRAIN_BLAS=cublaslt needs an NVIDIA GPU and nvmath-python: pip install 'nbtrain[cuda13]'."
+        )
     return asked, "asked for"
 
 
 def gemm(a, b, out, *, alpha: float = 1.0, beta: float = 0.0, accumulate: str = "fp32", bias=None) -> None:
-    """out = alpha * a @ b + beta * out + bias.  a (M, K), b (K, N), out (M, N), each with one contiguous axis, out's the last.
+    """out = alpha * a @ b + beta * out + bias.  a (M, K), b (K, N), out (M, N), each with one contiguous
+    axis, out's the last.
 
     bias (N,) has out's dtype, and wants alpha = 1, beta = 0.
     """
@@ -54,7 +61,8 @@ def gemm(a, b, out, *, alpha: float = 1.0, beta: float = 0.0, accumulate: str = 
 
 
 def gemm_batched(a, b, out, *, alpha: float = 1.0, beta: float = 0.0, accumulate: str = "fp32") -> None:
-    """out[i] = alpha * a[i] @ b[i] + beta * out[i].  a (I, M, K), b (I, K, N), out (I, M, N): one stride for each batch."""
+    """out[i] = alpha * a[i] @ b[i] + beta * out[i].  a (I, M, K), b (I, K, N), out (I, M, N): one stride for
+    each batch."""
     _gemm(a, b, out, alpha, beta, accumulate, None)
 
 
@@ -79,7 +87,9 @@ def _gemm(a, b, out, alpha, beta, accumulate, bias):
     if half and not a.dtype == out.dtype == np.float16:
         raise InvalidType(f'accumulate="fp16" is for fp16 arrays; got {a.dtype} and {out.dtype}.')
     if bias is not None and (bias.shape != (N,) or bias.dtype != out.dtype or alpha != 1 or beta != 0):
-        raise InvalidValue(f"a product's bias is (N,) = ({N},) of out's dtype with alpha = 1, beta = 0; got {bias.shape}.")
+        raise InvalidValue(
+            f"a product's bias is (N,) = ({N},) of out's dtype with alpha = 1, beta = 0; got {bias.shape}."
+        )
     if is_recording():
         return
     assert bias is None or fuses_bias(out), "fill out with the bias and take beta = 1"
@@ -106,7 +116,8 @@ def _gemm(a, b, out, alpha, beta, accumulate, bias):
     alpha_at, beta_at = scalars.ctypes.data, scalars.ctypes.data + scalars.itemsize
     step_a, step_b, step_c = (x.strides[0] // x.itemsize for x in (a, b, out))
     if TARGET == "hip" and (half or bfloat16 in (a.dtype, out.dtype)):
-        # CuPy's hipBLAS binding ends the process on bf16, and always accumulates in fp32 (with fp16 alpha misread).
+        # CuPy's hipBLAS binding ends the process on bf16, and always accumulates in fp32 (with fp16 alpha
+        # misread).
         from nbtrain.device.hip import blas
 
         shape = tb, ta, N, M, K

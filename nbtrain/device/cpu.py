@@ -1,11 +1,11 @@
 """The CPU's vocabulary: loops over one thread pool, `mm` (BLAS inside a kernel), fast elementary functions.
 
-One idea carries the speed. numba's `prange` owns every thread, and BLAS runs single-threaded inside it: a matrix product
-is split over the threads, takes its bias from the cache, or sits in an attention loop, and no second pool of threads spins
-against the first.
+One idea carries the speed. numba's `prange` owns every thread, and BLAS runs single-threaded inside it: a
+matrix product is split over the threads, takes its bias from the cache, or sits in an attention loop, and no
+second pool of threads spins against the first.
 
-A CPU twin is a function decorated with `twin`. It is written for fp32 arrays; 16-bit arguments are widened to fp32
-scratch, the same code runs, and what it writes is rounded once.
+A CPU twin is a function decorated with `twin`. It is written for fp32 arrays; 16-bit arguments are widened to
+fp32 scratch, the same code runs, and what it writes is rounded once.
 """
 
 import contextlib
@@ -38,7 +38,8 @@ __all__ = [
 ]  # fmt: skip
 
 F = np.float32
-# Everything that -ffast-math allows but "there is no NaN and no infinity": those must reach the non-finite check.
+# Everything that -ffast-math allows but "there is no NaN and no infinity": those must reach the non-finite
+# check.
 FASTMATH = {"reassoc", "contract", "nsz", "arcp", "afn"}
 ONLY_PRANGE = dict.fromkeys(
     ("comprehension", "reduction", "inplace_binop", "setitem", "numpy", "stencil", "fusion"), False
@@ -48,8 +49,9 @@ ONLY_PRANGE = dict.fromkeys(
 def _load_tbb():
     """Loads the tbb wheel's library, so that numba's tbb layer finds it by name.
 
-    TBB starts a loop in 15 us and does not spin: beside another busy process, GNU OpenMP's spinning barrier makes a step 30
-    times slower. Where there is no wheel, numba takes OpenMP or its own pool; `_pool` below keeps the latter safe.
+    TBB starts a loop in 15 us and does not spin: beside another busy process, GNU OpenMP's spinning barrier
+    makes a step 30 times slower. Where there is no wheel, numba takes OpenMP or its own pool; `_pool` below
+    keeps the latter safe.
     """
     try:
         for file in importlib.metadata.files("tbb") or ():
@@ -61,8 +63,8 @@ def _load_tbb():
 
 
 _TBB = _load_tbb()
-# numba's own pool ("workqueue") aborts the process when two threads enter it at once, and the BLAS limit below is one
-# number for the whole process, so twins run one at a time.
+# numba's own pool ("workqueue") aborts the process when two threads enter it at once, and the BLAS limit
+# below is one number for the whole process, so twins run one at a time.
 _pool = threading.RLock()
 
 
@@ -71,9 +73,11 @@ _pool = threading.RLock()
 
 
 def cache_folder() -> Path:
-    """The folder of compiled code: NBTRAIN_CACHE_DIR, or the user's cache folder; mode 0700 and the user's own.
+    """The folder of compiled code: NBTRAIN_CACHE_DIR, or the user's cache folder; mode 0700 and the user's
+    own.
 
-    numba's cache holds pickles, so a folder that somebody else can write to would run their code: it is refused.
+    numba's cache holds pickles, so a folder that somebody else can write to would run their code: it is
+    refused.
     """
     folder = Path(
         os.environ.get("NBTRAIN_CACHE_DIR") or platformdirs.user_cache_dir("nbtrain", appauthor=False)
@@ -90,7 +94,8 @@ def cache_folder() -> Path:
 
 
 def _source_files(function, found: dict) -> dict:
-    """The files of a function and of every compiled function that it calls: their code is linked into its own."""
+    """The files of a function and of every compiled function that it calls: their code is linked into its
+    own."""
     if function not in found:
         found[function] = function.__code__.co_filename
         named = [function.__globals__.get(name) for name in function.__code__.co_names]
@@ -102,7 +107,8 @@ def _source_files(function, found: dict) -> dict:
 
 
 class _CacheLocator:
-    """Puts numba's cache of one function into `cache_folder`, and lets it expire with every file its code comes from."""
+    """Puts numba's cache of one function into `cache_folder`, and lets it expire with every file its code
+    comes from."""
 
     def __init__(self, function, file):
         self._files = sorted({file, __file__, *_source_files(function, {}).values()})
@@ -137,14 +143,16 @@ class _Cache(caching.FunctionCache):
 
 
 def _compile(function, **options):
-    """`njit` with the cache above: numba's `cache=True` would write beside the source or into a folder of its choice."""
+    """`njit` with the cache above: numba's `cache=True` would write beside the source or into a folder of its
+    choice."""
     compiled = njit(fastmath=FASTMATH, error_model="numpy", boundscheck=False, **options)(function)
     compiled._cache = _Cache(function)
     return compiled
 
 
 def routine(function):
-    """Compiles a serial function that twins call, as a function of its own (never inlined, so it compiles once)."""
+    """Compiles a serial function that twins call, as a function of its own (never inlined, so it compiles
+    once)."""
     return _compile(function, inline="never")
 
 
@@ -195,7 +203,8 @@ def mm(a, b, out, alpha, beta):
 
 @functools.cache
 def _blas_controllers():
-    """threadpoolctl's handles on the BLAS that `mm` calls: the copy bundled with scipy, else every BLAS there is."""
+    """threadpoolctl's handles on the BLAS that `mm` calls: the copy bundled with scipy, else every BLAS there
+    is."""
     blas = [lib for lib in ThreadpoolController().lib_controllers if lib.user_api == "blas"]
     root = Path(scipy.__file__).parent
     own = [lib for lib in blas if {root, root.parent / "scipy.libs"} & set(Path(lib.filepath).parents)]
@@ -227,8 +236,8 @@ def _is_16_bit(x) -> bool:
 def twin(*, writes: str):
     """Compiles a CPU twin: a numba function over fp32 arrays, parallel where it says `prange`.
 
-    `writes` names the parameters that it writes (they may be read, too). 16-bit arrays, fp16 or bfloat16, are widened to fp32
-    before the call, and those it writes are rounded afterwards, to nearest, ties to even.
+    `writes` names the parameters that it writes (they may be read, too). 16-bit arrays, fp16 or bfloat16, are
+    widened to fp32 before the call, and those it writes are rounded afterwards, to nearest, ties to even.
     """
 
     def decorate(function):
@@ -270,8 +279,8 @@ def span(t, tasks, n, step=1):
 
 
 def task_count(n: int, grain: int, most: int = 32) -> int:
-    """Tasks for n items of which `grain` are worth a task: a power of two, whatever the number of threads, so that sums over
-    tasks have the same bits on every machine with the same BLAS."""
+    """Tasks for n items of which `grain` are worth a task: a power of two, whatever the number of threads, so
+    that sums over tasks have the same bits on every machine with the same BLAS."""
     return 1 << min(max(n // grain, 1).bit_length() - 1, most.bit_length() - 1)
 
 
@@ -325,7 +334,8 @@ def larger(typing, a, b):
 
 @njit(fastmath=FASTMATH, inline="always")
 def exp(x):
-    """e**x for x <= 88 (Cephes), without a branch so that LLVM vectorizes it: 1.2e-7 relative; 0 below -87; NaN stays."""
+    """e**x for x <= 88 (Cephes), without a branch so that LLVM vectorizes it: 1.2e-7 relative; 0 below -87;
+    NaN stays."""
     n = np.floor(x * F(1.4426950408889634) + F(0.5))
     r = x - n * F(0.693359375) - n * F(-2.12194440e-4)
     p = F(1.9875691500e-4)

@@ -11,8 +11,9 @@ from nbtrain.errors import InvalidValue, Unavailable
 def fused_attention(qkv, H: int, sm_scale: float, dropout: float = 0.0):
     """The module with a vendor's kernels where they suit these arguments, else None.
 
-    It has `flash_forward(qkv, H, sm_scale, out, lse)`, `flash_backward(dout, qkv, out, lse, H, sm_scale, dqkv)`. What was
-    chosen on a GPU is said once, with the reason; NBTRAIN_ATTENTION = fused or portable takes one by name.
+    It has `flash_forward(qkv, H, sm_scale, out, lse)`, `flash_backward(dout, qkv, out, lse, H, sm_scale,
+    dqkv)`. What was chosen on a GPU is said once, with the reason; NBTRAIN_ATTENTION = fused or portable
+    takes one by name.
     """
     if not is_cupy(qkv):
         return None
@@ -21,7 +22,9 @@ def fused_attention(qkv, H: int, sm_scale: float, dropout: float = 0.0):
         raise InvalidValue(f"NBTRAIN_ATTENTION is fused, portable or auto; got {asked!r}.")
     reason = "asked for" if asked == "portable" else _why_not(qkv, H, sm_scale, dropout)
     if reason and asked == "fused":
-        raise Unavailable(f"NBTRAIN_ATTENTION=fused, but {reason}. Unset it to take products and softmax kernels.")
+        raise Unavailable(
+            f"NBTRAIN_ATTENTION=fused, but {reason}. Unset it to take products and softmax kernels."
+        )
     if reason:
         say_once(f"attention of products and softmax kernels: {reason}")
         return None
@@ -40,4 +43,6 @@ def _why_not(qkv, H, sm_scale, dropout) -> str | None:
         return "fused kernels read 16 bytes at a time, and qkv does not begin at a multiple of 16"
     from nbtrain.device.nvidia import flash
 
-    return flash.supported(qkv.dtype, qkv.shape[-1] // 3 // H, dropout, flash.device_capability(qkv.device.id))
+    return flash.supported(
+        qkv.dtype, qkv.shape[-1] // 3 // H, dropout, flash.device_capability(qkv.device.id)
+    )

@@ -1,4 +1,5 @@
-"""Capturing launches in one graph, and replaying it: a graph of hundreds of kernels costs 2 us a node, not 10."""
+"""Capturing launches in one graph, and replaying it: a graph of hundreds of kernels costs 2 us a node, not
+10."""
 
 import contextlib
 
@@ -6,11 +7,12 @@ from nbtrain.errors import Unavailable
 
 
 class Graph:
-    """What `work()` launches on the current device, captured once; `launch()` replays it on the current stream.
+    """What `work()` launches on the current device, captured once; `launch()` replays it on the current
+    stream.
 
-    `warm_up()` runs first, twice, so that everything is compiled, measured and allocated. Both run under a memory pool of their own that
-    lives as long as the graph: memory that `work` takes and gives back is taken again by every replay and by nobody else.
-    `result` is what `work()` returned.
+    `warm_up()` runs first, twice, so that everything is compiled, measured and allocated. Both run under a
+    memory pool of their own that lives as long as the graph: memory that `work` takes and gives back is taken
+    again by every replay and by nobody else. `result` is what `work()` returned.
     """
 
     def __init__(self, warm_up, work):

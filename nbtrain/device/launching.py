@@ -22,8 +22,9 @@ def is_recording() -> bool:
 def launch(compiled, grid, block, *args) -> None:
     """Launches a kernel on CuPy's current stream.
 
-    Arrays must be C-contiguous and reach the kernel as one dimension; fp16 as int16 and bf16 as uint16 bits, the one form that
-    numba-cuda, numba-hip and the simulator all take. Host numbers: NumPy scalars for fp32 and int32; a Python int is int64.
+    Arrays must be C-contiguous and reach the kernel as one dimension; fp16 as int16 and bf16 as uint16 bits,
+    the one form that numba-cuda, numba-hip and the simulator all take. Host numbers: NumPy scalars for fp32
+    and int32; a Python int is int64.
     """
     if _records is not None:
         _records.append((compiled, tuple(map(_stored, args)), grid, block))
@@ -46,8 +47,8 @@ def _stored(x):
 def recording():
     """Collects launches instead of making them: a list of (kernel, arguments, grid, block).
 
-    Inside, launchers take NumPy arrays for GPU arrays and matrix products are skipped. For checks that compile every kernel
-    on a machine without a GPU.
+    Inside, launchers take NumPy arrays for GPU arrays and matrix products are skipped. For checks that
+    compile every kernel on a machine without a GPU.
     """
     global _records
     before, _records = _records, []

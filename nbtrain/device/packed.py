@@ -1,8 +1,9 @@
-"""Launching machine code with arguments packed once: 5 to 10 us a launch, where Numba's own launcher takes 80.
+"""Launching machine code with arguments packed once: 5 to 10 us a launch, where Numba's own launcher takes
+80.
 
-A kernel is compiled by Numba to a binary, loaded by CuPy's driver module, and launched on CuPy's current stream: the same path
-on CUDA and on HIP. An array reaches the kernel as Numba's seven words (meminfo, parent, nitems, itemsize, data, shape, stride),
-always as one dimension, since kernels index flat.
+A kernel is compiled by Numba to a binary, loaded by CuPy's driver module, and launched on CuPy's current
+stream: the same path on CUDA and on HIP. An array reaches the kernel as Numba's seven words (meminfo, parent,
+nitems, itemsize, data, shape, stride), always as one dimension, since kernels index flat.
 """
 
 import ctypes
@@ -83,7 +84,8 @@ def _driver():
 def make_launch(compile_binary, architecture):
     """`launch(compiled, grid, block, args)` for a backend.
 
-    `compile_binary(compiled, numba types)` returns (entry point, machine code); `architecture()` names the current device's.
+    `compile_binary(compiled, numba types)` returns (entry point, machine code); `architecture()` names the
+    current device's.
     """
     prepared: dict = {}
 

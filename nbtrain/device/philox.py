@@ -2,9 +2,9 @@
 
     bits = philox(counter = (element // 4, site, step), key = seed)[element % 4]
 
-`rng` is a uint32 array (seed low, seed high, step) on the device; `site` is a number that names the layer and the place in it;
-`element` counts elements over all micro-batches and ranks. A recomputed value and a value computed on another device see the
-same bits.
+`rng` is a uint32 array (seed low, seed high, step) on the device; `site` is a number that names the layer and
+the place in it; `element` counts elements over all micro-batches and ranks. A recomputed value and a value
+computed on another device see the same bits.
 """
 
 from typing import Any, NamedTuple
@@ -52,7 +52,8 @@ def _vocabulary(compile_):
 
     @compile_
     def random_bits8(dst, at, rng, site, element):
-        """dst[at : at + 8], a uint32 array = the bits of eight elements from `element` on, which is a multiple of 4."""
+        """dst[at : at + 8], a uint32 array = the bits of eight elements from `element` on, which is a
+        multiple of 4."""
         for half in range(2):
             w0, w1, w2, w3 = philox((int64(element) >> int64(2)) + int64(half), site, rng[2], rng[0], rng[1])
             dst[at + 4 * half] = w0

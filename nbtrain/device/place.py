@@ -44,8 +44,8 @@ def _why_no_gpu() -> str | None:
 
 
 def resolve_device(name: str = "auto") -> tuple[str, str]:
-    """(device, reason): "cpu", "cuda:0" or "hip:0". "auto" takes the GPU where one can run kernels; what is asked for by
-    name and is not there is an error that says what to install."""
+    """(device, reason): "cpu", "cuda:0" or "hip:0". "auto" takes the GPU where one can run kernels; what is
+    asked for by name and is not there is an error that says what to install."""
     if name == "auto":
         reason = _why_no_gpu()
         return ("cpu", reason) if reason else (f"{_gpu_kind()}:0", "a GPU and its libraries are here")
@@ -55,14 +55,20 @@ def resolve_device(name: str = "auto") -> tuple[str, str]:
     if kind not in _EXTRA or not (index.isdigit() or index == ""):
         raise InvalidValue(f'a device is "cpu", "cuda:0", "hip:0" or "auto"; got {name!r}.')
     if reason := _why_no_gpu():
-        raise Unavailable(f"{name} was asked for, but {reason}. Run pip install 'nbtrain[{_EXTRA[kind]}]', or use device=\"cpu\".")
+        raise Unavailable(
+            f"{name} was asked for, but {reason}. Run pip install 'nbtrain[{_EXTRA[kind]}]', or use device=\"cpu\"."
+        )
     if kind != _gpu_kind():
-        raise Unavailable(f"{name} was asked for, but kernels here are compiled for {_gpu_kind()}. Use {_gpu_kind()}:0.")
+        raise Unavailable(
+            f"{name} was asked for, but kernels here are compiled for {_gpu_kind()}. Use {_gpu_kind()}:0."
+        )
     import cupy
 
     count = cupy.cuda.runtime.getDeviceCount()
     if int(index or 0) >= count:
-        raise Unavailable(f"{name} was asked for, but this machine has {count} GPU(s): {kind}:0 … {kind}:{count - 1}.")
+        raise Unavailable(
+            f"{name} was asked for, but this machine has {count} GPU(s): {kind}:0 … {kind}:{count - 1}."
+        )
     return f"{kind}:{int(index or 0)}", "asked for"
 
 

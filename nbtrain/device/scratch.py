@@ -8,7 +8,8 @@ from nbtrain.device.arrays import array_module
 
 
 class Scratch:
-    """`scratch(name, shape, dtype)` returns the same memory for the same name; it grows to the largest shape asked for.
+    """`scratch(name, shape, dtype)` returns the same memory for the same name; it grows to the largest shape
+    asked for.
 
     Contents are whatever the last user left. `like` is an array of the device that the memory shall be on.
     """

@@ -1,5 +1,5 @@
-"""The same vocabulary in plain Python, for numba-cuda's simulator (NUMBA_ENABLE_CUDASIM=1): kernels run on NumPy arrays,
-slowly, on a machine without a GPU. See `nbtrain.device.vector` for what each name means."""
+"""The same vocabulary in plain Python, for numba-cuda's simulator (NUMBA_ENABLE_CUDASIM=1): kernels run on
+NumPy arrays, slowly, on a machine without a GPU. See `nbtrain.device.vector` for what each name means."""
 
 import numpy as np
 from numba import cuda

@@ -1,7 +1,7 @@
 """Block shapes of every kernel, in one table.
 
-Measured on an NVIDIA H200 at 32,768 rows of 768, fp16 (see docs/speed.md). The simulator takes tiny blocks: it runs every
-thread of a block as a Python thread.
+Measured on an NVIDIA H200 at 32,768 rows of 768, fp16 (see docs/speed.md). The simulator takes tiny blocks:
+it runs every thread of a block as a Python thread.
 """
 
 from nbtrain.device.backend import SIMULATED
@@ -36,7 +36,8 @@ def tuned(name: str) -> tuple[int, int]:
 
 
 def row_shape(name: str, row_length: int, vectors: int) -> tuple[int, int]:
-    """(threads a row, rows a block) for rows read eight elements at a time, at most `vectors` eights a thread.
+    """(threads a row, rows a block) for rows read eight elements at a time, at most `vectors` eights a
+    thread.
 
     Threads a row are the fewest whole warps that hold the row; rows fill up the block.
     """

@@ -1,17 +1,16 @@
 """What a kernel says to memory and to its neighbours: one name, one body a backend.
 
-    load(a, i)                          a[i] as fp32
-    store(a, i, x)                      a[i] = x, rounded once, to nearest, ties to even
-    load8(dst, at, a, i, count)         dst[at : at + 8] = a[i : i + 8] as fp32
-    store8(a, i, src, at, count)        a[i : i + 8] = src[at : at + 8]
-    round8(dst, at, a)                  dst[at : at + 8] rounded to the storage of a, still fp32
-    exp2 log2 rcp rsqrt                 one instruction each
-    block_sum(threads, rows)            device functions: the sum, or the largest, of one fp32 value over the `threads`
-    block_max(threads, rows)            threads (threadIdx.x) of a row of a (threads, rows) block, returned to each of them
+    load(a, i)                          a[i] as fp32 store(a, i, x)                      a[i] = x, rounded
+    once, to nearest, ties to even load8(dst, at, a, i, count)         dst[at : at + 8] = a[i : i + 8] as fp32
+    store8(a, i, src, at, count)        a[i : i + 8] = src[at : at + 8] round8(dst, at, a)
+    dst[at : at + 8] rounded to the storage of a, still fp32 exp2 log2 rcp rsqrt                 one
+    instruction each block_sum(threads, rows)            device functions: the sum, or the largest, of one
+    fp32 value over the `threads` block_max(threads, rows)            threads (threadIdx.x) of a row of a
+    (threads, rows) block, returned to each of them
 
-Arrays are C-contiguous, of any rank, and indexed flat. `dst` and `src` are local arrays. `row_access` picks the eight-wide
-forms: one 128-bit access (two for fp32) where every row begins at a 16-byte boundary, else element by element, where elements
-from `count` on are read as 0 and not written.
+Arrays are C-contiguous, of any rank, and indexed flat. `dst` and `src` are local arrays. `row_access` picks
+the eight-wide forms: one 128-bit access (two for fp32) where every row begins at a 16-byte boundary, else
+element by element, where elements from `count` on are read as 0 and not written.
 """
 
 import functools
@@ -64,7 +63,8 @@ def block_max(threads: int, rows: int = 1):
 
 
 def _shared_reduce(combine, threads: int, rows: int):
-    """A tree over shared memory with a barrier at every stage: right for warps of 32, wavefronts of 64 and any `threads`."""
+    """A tree over shared memory with a barrier at every stage: right for warps of 32, wavefronts of 64 and
+    any `threads`."""
     combine = backend.device_function(combine)
     first = 1
     while first * 2 < threads:

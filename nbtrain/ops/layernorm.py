@@ -3,13 +3,12 @@
     total = x + residual, rounded to storage (x itself without a residual)
     y     = (total - mean) * rstd * weight + bias          rstd = 1 / sqrt(var + eps)
 
-    dx = dresidual + rstd * (g - mean_c(g) - xhat * mean_c(g * xhat))      g = dy * weight, xhat = (total - mean) * rstd
-    dweight = sum_n dy * xhat          dbias = sum_n dy
+    dx = dresidual + rstd * (g - mean_c(g) - xhat * mean_c(g * xhat))      g = dy * weight, xhat = (total -
+    mean) * rstd dweight = sum_n dy * xhat          dbias = sum_n dy
 
-N = rows (batch * time), C = channels.
-x, residual, total, y, dy, dx: (N, C), weight, bias, dweight, dbias: (C,), one of fp32, fp16, bf16.
-mean, rstd: (N,) fp32. Statistics are those of the rounded total, in two passes: sum(x*x)/C - mean**2 cancels when
-|mean| >> std. Arithmetic and sums are fp32.
+N = rows (batch * time), C = channels. x, residual, total, y, dy, dx: (N, C), weight, bias, dweight, dbias:
+(C,), one of fp32, fp16, bf16. mean, rstd: (N,) fp32. Statistics are those of the rounded total, in two
+passes: sum(x*x)/C - mean**2 cancels when |mean| >> std. Arithmetic and sums are fp32.
 """
 
 import functools
@@ -103,7 +102,8 @@ def _forward_kernel(C: int, aligned: bool, with_residual: bool):
 
 @functools.cache
 def _backward_kernel(C: int, aligned: bool, with_dresidual: bool):
-    """A persistent grid: block b takes rows b, b + grid, … in groups, so the sums over rows have one fixed order.
+    """A persistent grid: block b takes rows b, b + grid, … in groups, so the sums over rows have one fixed
+    order.
 
     partial[0, b] and partial[1, b] are the block's share of dweight and dbias.
     """
@@ -260,7 +260,8 @@ def _backward_cpu(dy, x, weight, mean, rstd, dresidual, dx, dweight, dbias, part
 def layernorm_forward(x, weight, bias, *, residual=None, eps: float = 1e-5, out=None):
     """Returns `(y, mean, rstd, total)`; save the last three for `layernorm_backward`.
 
-    `total` is x + residual, the residual stream; without a residual it is `x` itself. `out` gives the four arrays to write.
+    `total` is x + residual, the residual stream; without a residual it is `x` itself. `out` gives the four
+    arrays to write.
     """
     x, weight, bias, residual = as_arrays(x, weight, bias, residual)
     N, C = _check(x, weight, bias, residual)
@@ -298,10 +299,12 @@ def layernorm_forward(x, weight, bias, *, residual=None, eps: float = 1e-5, out=
 
 
 def layernorm_backward(dy, x, weight, mean, rstd, *, dresidual=None, out=None):
-    """Returns `(dx, dweight, dbias)`, the gradients of `layernorm_forward` at `x` = the `total` that it returned.
+    """Returns `(dx, dweight, dbias)`, the gradients of `layernorm_forward` at `x` = the `total` that it
+    returned.
 
-    `dresidual` is the gradient that reaches `total` along the residual stream; it is added to dx, which is then the gradient
-    of both x and residual. dx may be written over dresidual or dy. `out` gives the three arrays to write.
+    `dresidual` is the gradient that reaches `total` along the residual stream; it is added to dx, which is
+    then the gradient of both x and residual. dx may be written over dresidual or dy. `out` gives the three
+    arrays to write.
     """
     dy, x, weight, mean, rstd, dresidual = as_arrays(dy, x, weight, mean, rstd, dresidual)
     N, C = expect(

@@ -23,12 +23,16 @@ def batches():
     except Unavailable as error:
         pytest.skip(str(error))
     ids = ByteTokenizer().encode(text)[: STEPS * B * (T + 1)].reshape(STEPS, B, T + 1)
-    return [Batch.of(*(to_device(np.ascontiguousarray(x), "cuda:0") for x in (i[:, :-1], i[:, 1:]))) for i in ids]
+    return [
+        Batch.of(*(to_device(np.ascontiguousarray(x), "cuda:0") for x in (i[:, :-1], i[:, 1:]))) for i in ids
+    ]
 
 
 def train(make, dtype, batches, steps=STEPS):
     params, state = init(GPTConfig.preset("gpt2"), 0, dtype, "cuda:0")
-    step = make(make_train_step(GPTConfig.preset("gpt2"), TrainConfig(lr=6e-4, warmup=5, schedule="constant")))
+    step = make(
+        make_train_step(GPTConfig.preset("gpt2"), TrainConfig(lr=6e-4, warmup=5, schedule="constant"))
+    )
     metrics, times = [], []
     for batch in batches[:steps]:
         start = time.perf_counter()
@@ -66,4 +70,6 @@ def test_twenty_steps_learn_and_pure_donated_and_captured_have_the_same_bits(dty
         del params, state
     for name in ("donated", "captured"):
         assert results[name][0] == results["pure"][0], name
-        assert all(np.array_equal(a, b) for a, b in zip(results[name][1], results["pure"][1], strict=True)), name
+        assert all(np.array_equal(a, b) for a, b in zip(results[name][1], results["pure"][1], strict=True)), (
+            name
+        )

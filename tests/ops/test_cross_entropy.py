@@ -53,7 +53,9 @@ def check(xp, dtype, N, V, vocab_size):
     logits, targets, dlosses = inputs(xp, dtype, N, V, vocab_size)
     losses, lse = cross_entropy_forward(logits, targets, vocab_size=vocab_size)
     assert losses.dtype == lse.dtype == np.float32
-    assert_close(losses, reference.cross_entropy(logits, targets, vocab_size), np.float32, name="losses", floor=1)
+    assert_close(
+        losses, reference.cross_entropy(logits, targets, vocab_size), np.float32, name="losses", floor=1
+    )
     assert_close(lse, reference.logsumexp(logits, vocab_size), np.float32, name="lse")
 
     got = cross_entropy_backward(dlosses, logits, targets, lse, vocab_size=vocab_size)

@@ -31,7 +31,9 @@ def check_forward_and_backward(xp, dtype, N, C, scale=1.0):
         else:
             assert (total == x + residual).all()  # rounded once
         assert_close(y, reference.layernorm(total, weight, bias), dtype, scale=scale)
-        got = layernorm_backward(dy, total, weight, mean, rstd, dresidual=None if other is None else dresidual)
+        got = layernorm_backward(
+            dy, total, weight, mean, rstd, dresidual=None if other is None else dresidual
+        )
         want = layernorm_vjp(dy, total, weight)
         if other is not None:
             want = (want[0] + reference.f64(dresidual), *want[1:])
@@ -41,7 +43,8 @@ def check_forward_and_backward(xp, dtype, N, C, scale=1.0):
 
 
 def layernorm_vjp(dy, x, weight, eps=1e-5):
-    """The gradients in float64; `test_backward_matches_finite_differences` ties them to the forward reference."""
+    """The gradients in float64; `test_backward_matches_finite_differences` ties them to the forward
+    reference."""
     dy, x, weight = map(reference.f64, (dy, x, weight))
     rstd = 1 / np.sqrt(x.var(-1, keepdims=True) + eps)
     xhat = (x - x.mean(-1, keepdims=True)) * rstd
@@ -72,7 +75,9 @@ def test_backward_matches_finite_differences(xp, N, C):
     _, mean, rstd, _ = layernorm_forward(x, weight, bias)
     got = layernorm_backward(dy, x, weight, mean, rstd)
     want = reference.vjp(reference.layernorm, (x, weight, bias), dy)
-    for name, a, b, c in zip(("dx", "dweight", "dbias"), got, want, layernorm_vjp(dy, x, weight), strict=True):
+    for name, a, b, c in zip(
+        ("dx", "dweight", "dbias"), got, want, layernorm_vjp(dy, x, weight), strict=True
+    ):
         assert_close(a, b, np.float32, name=name)
         assert_close(c, b, np.float32, name=name)
 

@@ -44,8 +44,8 @@ def poison(xp, dtype, *shape):
 
 
 def check_forward_and_backward(xp, dtype, N, K, M):
-    """An fp32 sum of n terms, one after the other, is off by about sqrt(n) * eps / 3 of its rms; among millions
-    of sums the worst is five times that. So the limit of 16 eps grows with n from 64 on."""
+    """An fp32 sum of n terms, one after the other, is off by about sqrt(n) * eps / 3 of its rms; among
+    millions of sums the worst is five times that. So the limit of 16 eps grows with n from 64 on."""
     limits = [max(1, n**0.5 / 8) for n in (K, M, N)] if dtype == np.float32 else [1, 1, 1]
     limits = dict(zip(("y", "dx", "dweight"), limits, strict=True), dbias=limits[2])
     x, weight, bias, dy = inputs(xp, dtype, N, K, M)

@@ -28,11 +28,13 @@ __all__ = [
 device_function = cuda.jit(device=True, fastmath=True)
 
 
-def kernel(*, launch_bounds=None, fastmath: bool = True, shared_bytes: int = 0, one_architecture: bool = False):
+def kernel(
+    *, launch_bounds=None, fastmath: bool = True, shared_bytes: int = 0, one_architecture: bool = False
+):
     """Decorates a kernel. `launch_bounds` is threads a block, or (threads, blocks on a multiprocessor).
 
-    `shared_bytes` of dynamic shared memory come with every launch. `one_architecture`: the kernel uses what only the
-    architecture that it is compiled for has, and later ones have not (wgmma on sm_90a).
+    `shared_bytes` of dynamic shared memory come with every launch. `one_architecture`: the kernel uses what
+    only the architecture that it is compiled for has, and later ones have not (wgmma on sm_90a).
     """
 
     def decorate(function):
@@ -46,8 +48,8 @@ def kernel(*, launch_bounds=None, fastmath: bool = True, shared_bytes: int = 0, 
 def compile_for(compiled, signature, cc: tuple[int, int]) -> str:
     """PTX of a kernel for compute capability `cc`; needs neither a GPU nor a driver.
 
-    A device function asks the current device for its capability while the kernel is typed; here `cc` answers. Overloads
-    are kept, so use one capability in a process.
+    A device function asks the current device for its capability while the kernel is typed; here `cc` answers.
+    Overloads are kept, so use one capability in a process.
     """
     import numba.cuda.dispatcher
 

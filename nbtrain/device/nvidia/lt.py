@@ -1,10 +1,12 @@
 """Matrix products through cuBLASLt: one plan a shape, its algorithm measured once, capturable in a graph.
 
-cuBLASLt is column-major, and a row-major matrix is its transpose there: the call made is out.T = b.T @ a.T, so cuBLASLt's A is our
-b and its m is our N. A plan holds descriptor, layouts and algorithm; calling it is one foreign call.
+cuBLASLt is column-major, and a row-major matrix is its transpose there: the call made is out.T = b.T @ a.T,
+so cuBLASLt's A is our b and its m is our N. A plan holds descriptor, layouts and algorithm; calling it is one
+foreign call.
 
-The algorithm of a shape is the fastest of the library's first candidates on this device that gives the same bits twice; split
-sums stay in fp32. Choices are kept on disk, by device and library version, so that a run repeats its bits in the next process.
+The algorithm of a shape is the fastest of the library's first candidates on this device that gives the same
+bits twice; split sums stay in fp32. Choices are kept on disk, by device and library version, so that a run
+repeats its bits in the next process.
 """
 
 import contextlib
@@ -28,13 +30,30 @@ ROUNDS = 5  # timings of each candidate, the first one left out
 
 _DATA = {np.dtype(np.float32): 0, np.dtype(np.float16): 2, bfloat16: 14}
 _COMPUTE = {"fp32": (68, 0), "fp16": (64, 2)}  # (compute type, type of alpha and beta)
-_TRANSA, _TRANSB, _EPILOGUE, _BIAS_POINTER, _AUX_POINTER, _AUX_LD = 3, 4, 7, 8, 11, 12  # descriptor attributes
+_TRANSA, _TRANSB, _EPILOGUE, _BIAS_POINTER, _AUX_POINTER, _AUX_LD = (
+    3,
+    4,
+    7,
+    8,
+    11,
+    12,
+)  # descriptor attributes
 _BATCH_COUNT, _BATCH_STRIDE = 5, 6  # layout attributes
 _PREFER_WORKSPACE, _PREFER_REDUCTION, _PREFER_ALIGNMENT = 1, 3, (5, 6, 7, 8)
 _REDUCE_IN_FP32 = 2
-_EPILOGUES = {(False, False): 1, (True, False): 4, (True, True): 164}  # (bias, aux): none, bias, GELU of bias with aux
+_EPILOGUES = {
+    (False, False): 1,
+    (True, False): 4,
+    (True, True): 164,
+}  # (bias, aux): none, bias, GELU of bias with aux
 _RESULT = np.dtype(
-    [("algorithm", "<u8", (8,)), ("workspace", "<u8"), ("status", "<i4"), ("waves", "<f4"), ("reserved", "<i4", (4,))]
+    [
+        ("algorithm", "<u8", (8,)),
+        ("workspace", "<u8"),
+        ("status", "<i4"),
+        ("waves", "<f4"),
+        ("reserved", "<i4", (4,)),
+    ]
 )
 
 
@@ -73,10 +92,18 @@ class _Plan:
         row, column = (s // x.itemsize for s in x.strides[1:])
         if transposed:
             rows, columns, row, column = columns, rows, column, row
-        layout = lt.matrix_layout_create(_DATA[x.dtype], columns, rows, max(row if rows > 1 else columns, columns))
+        layout = lt.matrix_layout_create(
+            _DATA[x.dtype], columns, rows, max(row if rows > 1 else columns, columns)
+        )
         if batch > 1:
             _put(lt.matrix_layout_set_attribute, layout, _BATCH_COUNT, batch, ctypes.c_int32)
-            _put(lt.matrix_layout_set_attribute, layout, _BATCH_STRIDE, x.strides[0] // x.itemsize, ctypes.c_int64)
+            _put(
+                lt.matrix_layout_set_attribute,
+                layout,
+                _BATCH_STRIDE,
+                x.strides[0] // x.itemsize,
+                ctypes.c_int64,
+            )
         return layout
 
     def _candidates(self, alignment):
@@ -90,7 +117,16 @@ class _Plan:
         a, b, out = self.layouts
         try:
             lt.matmul_algo_get_heuristic(
-                _handle(), self.descriptor, b, a, out, out, preference, CANDIDATES, results.ctypes.data, count.ctypes.data
+                _handle(),
+                self.descriptor,
+                b,
+                a,
+                out,
+                out,
+                preference,
+                CANDIDATES,
+                results.ctypes.data,
+                count.ctypes.data,
             )
         finally:
             lt.matmul_preference_destroy(preference)
@@ -134,7 +170,8 @@ def _workspace(device: int, stream: int):
 
 
 class Choices:
-    """The algorithm of each product, as hexadecimal text by a readable key; kept on disk by device and library version."""
+    """The algorithm of each product, as hexadecimal text by a readable key; kept on disk by device and
+    library version."""
 
     def __init__(self):
         name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
@@ -164,8 +201,11 @@ def choices(device: int) -> Choices:
 _plans: dict[tuple, _Plan] = {}
 
 
-def gemm(a, b, out, ta: bool, tb: bool, alpha: float, beta: float, accumulate: str, bias=None, aux=None) -> None:
-    """out = alpha * a @ b + beta * out for (I, M, K), (I, K, N), (I, M, N) views; `ta`, `tb` say whose rows are strided.
+def gemm(
+    a, b, out, ta: bool, tb: bool, alpha: float, beta: float, accumulate: str, bias=None, aux=None
+) -> None:
+    """out = alpha * a @ b + beta * out for (I, M, K), (I, K, N), (I, M, N) views; `ta`, `tb` say whose rows
+    are strided.
 
     bias (N,): added to every row. With aux (I, M, N) too: aux = a @ b + bias, out = gelu(aux), tanh form.
     """
@@ -181,7 +221,9 @@ def gemm(a, b, out, ta: bool, tb: bool, alpha: float, beta: float, accumulate: s
     workspace = _workspace(device, stream).data.ptr
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = _make(key, (a, b, out, ta, tb, accumulate, bias, aux, alignment), alpha, beta, stream)
+        plan = _plans[key] = _make(
+            key, (a, b, out, ta, tb, accumulate, bias, aux, alignment), alpha, beta, stream
+        )
     plan(*pointers[:3], alpha, beta, *pointers[3:], workspace, stream)
 
 
@@ -189,7 +231,9 @@ def _make(key, operands, alpha, beta, stream):
     a, b, out, *_, bias, aux, _ = operands
     plan = _Plan(*operands)
     if not len(plan.candidates):
-        raise Unavailable(f"cuBLASLt has no algorithm for a {a.shape} @ b {b.shape} in {a.dtype}. Use another dtype or shape.")
+        raise Unavailable(
+            f"cuBLASLt has no algorithm for a {a.shape} @ b {b.shape} in {a.dtype}. Use another dtype or shape."
+        )
     kept = choices(out.device.id)
     name = " ".join(map(str, key[:-1]))
     algorithm = kept.get(name)
@@ -197,14 +241,17 @@ def _make(key, operands, alpha, beta, stream):
         plan.use(algorithm)
     elif len(plan.candidates) > 1:
         if cupy.cuda.runtime.streamIsCapturing(stream):
-            raise InvalidValue(f"a product of a new shape under capture: {a.shape} @ {b.shape}. Run the step once before.")
+            raise InvalidValue(
+                f"a product of a new shape under capture: {a.shape} @ {b.shape}. Run the step once before."
+            )
         _measure(plan, a, b, out, bias, aux, alpha, beta, stream)
         kept.put(name, plan.algorithm)
     return plan
 
 
 def _measure(plan, a, b, out, bias, aux, alpha, beta, stream):
-    """Takes the fastest candidate that repeats its bits; candidates take turns, so clocks drift over all alike."""
+    """Takes the fastest candidate that repeats its bits; candidates take turns, so clocks drift over all
+    alike."""
     workspace = _workspace(out.device.id, stream).data.ptr
     extent = sum((n - 1) * stride for n, stride in zip(out.shape, out.strides, strict=True)) + out.itemsize
     target = cupy.zeros(-(-extent // 16) * 16, cupy.uint8)  # not out: with beta its values are still needed

@@ -1,7 +1,8 @@
-"""Memory accesses and fast elementary functions on NVIDIA GPUs, as LLVM IR and PTX inside numba-cuda intrinsics.
+"""Memory accesses and fast elementary functions on NVIDIA GPUs, as LLVM IR and PTX inside numba-cuda
+intrinsics.
 
-The element type of an array says how it is read and written: float32; int16, which holds fp16 bits; uint16, which holds
-bf16 bits. Arithmetic is always fp32. See `nbtrain.device.vector` for what each name means.
+The element type of an array says how it is read and written: float32; int16, which holds fp16 bits; uint16,
+which holds bf16 bits. Arithmetic is always fp32. See `nbtrain.device.vector` for what each name means.
 """
 
 from llvmlite import ir
@@ -148,7 +149,8 @@ def round8(typing, dst, at, like):
 
 @intrinsic
 def read8(typing, words, at, src, i):
-    """src[i : i + 8], 16-bit storage in 16-byte alignment, as four packed uint32 words in words[at : at + 4]."""
+    """src[i : i + 8], 16-bit storage in 16-byte alignment, as four packed uint32 words in words[at : at +
+    4]."""
 
     def codegen(context, builder, signature, args):
         source = element_pointer(context, builder, signature.args[2], args[2], signature.args[3], args[3])
@@ -227,7 +229,8 @@ _ALL_LANES = 0xFFFFFFFF
 
 
 def block_reduce(combine, threads: int, rows: int):
-    """The shuffle form of `nbtrain.device.vector.block_sum` and `block_max`, or None where warps do not fit the row."""
+    """The shuffle form of `nbtrain.device.vector.block_sum` and `block_max`, or None where warps do not fit
+    the row."""
     device_function = cuda.jit(device=True, fastmath=True)
     combine = device_function(combine)
     if threads < WARP and WARP % threads:
