@@ -68,8 +68,10 @@ class GPTConfig:
         """Names and shapes of the parameters, in order. Matrices are (in, out)."""
         C = self.n_embd
         block = {
-            "ln1_w": (C,), "ln1_b": (C,), "qkv_w": (C, 3 * C), "qkv_b": (3 * C,), "proj_w": (C, C), "proj_b": (C,),
-            "ln2_w": (C,), "ln2_b": (C,), "fc_w": (C, 4 * C), "fc_b": (4 * C,), "out_w": (4 * C, C), "out_b": (C,),
+            "ln1_w": (C,), "ln1_b": (C,), "qkv_w": (C, 3 * C), "qkv_b": (3 * C,),
+            "proj_w": (C, C), "proj_b": (C,),
+            "ln2_w": (C,), "ln2_b": (C,), "fc_w": (C, 4 * C), "fc_b": (4 * C,),
+            "out_w": (4 * C, C), "out_b": (C,),
         }  # fmt: skip
         return [
             ("wte", (self.padded_vocab_size, C)),
@@ -144,9 +146,8 @@ def _number(config, field, least, most, open_above=False):
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidType(f"{field} must be a number; got {value!r} ({type(value).__name__}).")
     if not least <= value <= most or value == math.inf or (open_above and value == most):
-        raise InvalidValue(
-            f"{field} must be in [{least}, {most}{')' if open_above or most == math.inf else ']'}; got {value}."
-        )
+        end = ")" if open_above or most == math.inf else "]"
+        raise InvalidValue(f"{field} must be in [{least}, {most}{end}; got {value}.")
 
 
 def from_dict(kind, values: dict):
@@ -155,6 +156,7 @@ def from_dict(kind, values: dict):
     known = {field.name for field in dataclasses.fields(kind)}
     if unknown := set(values) - known:
         raise InvalidValue(
-            f"unknown option {', '.join(sorted(map(repr, unknown)))} for {kind.__name__}. Options: {', '.join(sorted(known))}."
+            f"unknown option {', '.join(sorted(map(repr, unknown)))} for {kind.__name__}. "
+            f"Options: {', '.join(sorted(known))}."
         )
     return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})

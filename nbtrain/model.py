@@ -183,7 +183,8 @@ class GPT:
         slot = 0 if not keep else i % self.every if self.every else i
         kept = f"kept.{i // self.every}" if keep and self.every and slot == 0 else None
         shapes = {
-            "x1": (N, C), "h1": (N, C), "mean1": (N,), "rstd1": (N,), "qkv": (N, 3 * C), "att": (N, C), "lse": (B, H, T),
+            "x1": (N, C), "h1": (N, C), "mean1": (N,), "rstd1": (N,),
+            "qkv": (N, 3 * C), "att": (N, C), "lse": (B, H, T),
             "x2": (N, C), "h2": (N, C), "mean2": (N,), "rstd2": (N,), "fc": (N, 4 * C), "act": (N, 4 * C),
         }  # fmt: skip
         statistics = ("mean1", "rstd1", "lse", "mean2", "rstd2")
@@ -220,7 +221,7 @@ class GPT:
     def _block_forward(self, i, w, a: Activations, f, x, rng):
         """Fills `a` and returns the branch that the next LayerNorm adds to a.x2. f None: a.x1 holds the
         stream already."""
-        cfg, (B, H, T), (N, C) = self.config, a.lse.shape, a.x1.shape
+        (B, H, T), (N, C) = a.lse.shape, a.x1.shape
         branch = self._scratch("branch", (N, C), a.x1.dtype)
         if f is None:
             layernorm_forward(a.x1, w.ln1_w, w.ln1_b, out=(a.h1, a.mean1, a.rstd1, a.x1))

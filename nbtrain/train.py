@@ -7,8 +7,8 @@
  5. backward, gradients in the dtype of params, recomputing as the remat policy says
  6. unscaling is folded into 7 and 8; where micro-batches accumulate, `cast_and_scale` adds them up in fp32
  7. L2 norm of all gradients and the non-finite check, one device scalar; the clip factor
- 8. AdamW on the fp32 master weights, skipped on the device when the norm is not finite or no target counted; the loss scale
-    halves then, and doubles after a run of good steps (Micikevicius et al., 2018)
+ 8. AdamW on the fp32 master weights, skipped on the device when the norm is not finite or no target counted;
+    the loss scale halves then, and doubles after a run of good steps (Micikevicius et al., 2018)
  9. 16-bit weights from the master, in the same pass
 10. metrics as device scalars; the caller reads them when it wants them
 """
@@ -120,8 +120,9 @@ class Metrics:
                 if at >= 0:
                     where = tuple(int(i) for i in np.unravel_index(int(at), array.shape))
                     raise InvalidValue(
-                        f"{name}[{', '.join(map(str, where))}] is {int(array[where])}, outside the vocabulary; the update was "
-                        "not applied. Check the data's tokenizer against the model's vocab_size."
+                        f"{name}[{', '.join(map(str, where))}] is {int(array[where])}, outside the "
+                        "vocabulary; the update was not applied. "
+                        "Check the data's tokenizer against the model's vocab_size."
                     )
             numbers = map(float, values[:4])
             self._host = dict(zip(self.FIELDS, (*numbers, bool(values[4]), int(counts[0])), strict=True))
@@ -243,8 +244,8 @@ class TrainStep:
         )  # fmt: skip
         new_params, master, m, v = out
         adamw(
-            grads.buffer, state.master.buffer, state.m.buffer, state.v.buffer, params.buffer, self._decay, hyper,
-            betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay,
+            grads.buffer, state.master.buffer, state.m.buffer, state.v.buffer, params.buffer, self._decay,
+            hyper, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay,
             out=(master.buffer, m.buffer, v.buffer, new_params.buffer),
         )  # fmt: skip
         new_state = OptState(step, updates, master, m, v, LossScale(new_scale, good_steps), state.seed)
@@ -385,7 +386,8 @@ class CapturedStep:
         if shape not in self._graphs:
             if len(self._graphs) == self.SHAPES_BEFORE_A_WORD:
                 say_once(
-                    f"capture: more than {self.SHAPES_BEFORE_A_WORD} batch shapes, each with a graph and memory of its own"
+                    f"capture: more than {self.SHAPES_BEFORE_A_WORD} batch shapes, "
+                    "each with a graph and memory of its own"
                 )
             buffers = Batch(*(x.copy() for x in batch))
             out = params, state.master, state.m, state.v

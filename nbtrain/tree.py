@@ -77,8 +77,8 @@ class Tree:
         """The whole tree as one flat array."""
         if self._buffer is None:
             raise InvalidValue(
-                "this tree was donated to an earlier step, which overwrote it. Pass the trees that the last step returned, "
-                "or keep a copy: tree.copy()."
+                "this tree was donated to an earlier step, which overwrote it. "
+                "Pass the trees that the last step returned, or keep a copy: tree.copy()."
             )
         return self._buffer
 
@@ -101,9 +101,8 @@ class Tree:
         if view is None:
             leaf = _index(self.layout).get(name)
             if leaf is None:
-                raise KeyError(
-                    f"no leaf {name!r}; leaves are {', '.join(leaf.name for leaf in self.layout.leaves[:8])} …"
-                )
+                names = ", ".join(leaf.name for leaf in self.layout.leaves[:8])
+                raise KeyError(f"no leaf {name!r}; leaves are {names} …")
             view = self._views[name] = buffer[leaf.offset : leaf.offset + leaf.size].reshape(leaf.shape)
         return view
 
@@ -132,7 +131,8 @@ class Tree:
     def __repr__(self) -> str:
         if self._buffer is None:
             return "Tree(donated)"
-        return f"Tree({len(self.layout.leaves)} leaves, {self.n_params:,} elements, {self.dtype} on {self.device})"
+        leaves = len(self.layout.leaves)
+        return f"Tree({leaves} leaves, {self.n_params:,} elements, {self.dtype} on {self.device})"
 
     def copy(self) -> "Tree":
         return Tree(self.layout, self.buffer.copy())

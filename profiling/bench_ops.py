@@ -146,108 +146,146 @@ def adamw(new):
 OPERATORS = [layernorm, gelu, softmax, cross_entropy, embedding, adamw]
 
 
-def torch_rows(dtype: str, only: str) -> dict[str, float]:
-    """ms of the same work in PyTorch: the better of eager and compile."""
+# ----------------------------------------------------------------------------
+# The same work in PyTorch: each function yields a row's name and the ways to do its work
+
+
+def eager_and_compiled(function):
     import torch
-    import torch.nn.functional as F
 
-    kind = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    return function, torch.compile(function)
 
-    def new(*shape):
-        return torch.randn(*shape, device="cuda", dtype=kind)
 
-    def ms(work):
-        for _ in range(3):
-            work()
-        times = []
-        for _ in range(12):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            start.record()
-            for _ in range(6):
-                work()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end) / 6)
-        return float(np.median(times))
+def backward_pass(function, dy, *inputs):
+    """The backward pass of `function(*inputs)` alone, eager and compiled."""
+    import torch
 
-    found: dict[str, float] = {}
+    for forward in eager_and_compiled(function):
+        y = forward(*inputs)
+        yield lambda y=y: torch.autograd.grad(y, inputs, dy, retain_graph=True)
 
-    def row(name, function, *args):
-        """The better of eager and compiled `function(*args)`."""
-        if only in name:
-            try:
-                found[name] = min(ms(lambda: function(*args)), ms(lambda f=torch.compile(function): f(*args)))
-            except Exception:
-                traceback.print_exc()
-            torch.cuda.empty_cache()
 
-    def backward_row(name, function, dy, *args):
-        """The backward pass alone, eager and compiled."""
-        if only in name:
-            try:
-                best = np.inf
-                for f in (function, torch.compile(function)):
-                    out = f(*args)
-                    best = min(
-                        best, ms(lambda out=out: torch.autograd.grad(out, args, dy, retain_graph=True))
-                    )
-                found[name] = best
-            except Exception:
-                traceback.print_exc()
-            torch.cuda.empty_cache()
+def torch_layernorm(new):
+    from torch.nn.functional import layer_norm
 
     x, r, w, b = new(N, C), new(N, C), new(C), new(C)
-    row("residual + layernorm forward", lambda: (x + r, F.layer_norm(x + r, (C,), w, b)))
-    xs = [t.clone().requires_grad_() for t in (x, w, b)]
-    backward_row("layernorm backward", lambda x, w, b: F.layer_norm(x, (C,), w, b), r, *xs)
-    u, ub = new(N, 4 * C), new(4 * C)
-    row("bias + gelu forward", lambda: F.gelu(u + ub, approximate="tanh"))
-    us = [u.clone().requires_grad_(), ub.clone().requires_grad_()]
-    backward_row("bias + gelu backward", lambda u, b: F.gelu(u + b, approximate="tanh"), new(N, 4 * C), *us)
-    s = new(16 * H * T, T)
-    row("softmax forward", lambda: F.softmax(s, -1))
-    backward_row(
-        "softmax backward", lambda s: F.softmax(s, -1), new(16 * H * T, T), s.clone().requires_grad_()
-    )
-    del s, u, us
-    logits, targets = new(N, V).requires_grad_(), torch.randint(0, 50257, (N,), device="cuda")
+    forward = eager_and_compiled(lambda: (x + r, layer_norm(x + r, (C,), w, b)))
+    yield "residual + layernorm forward", forward
+    inputs = [t.clone().requires_grad_() for t in (x, w, b)]
+    yield "layernorm backward", backward_pass(lambda x, w, b: layer_norm(x, (C,), w, b), r, *inputs)
 
-    def loss_and_gradient(z):
-        return torch.autograd.grad(F.cross_entropy(z.float(), targets), z)[0]
 
-    if only in "cross-entropy forward + backward":
-        try:
-            forward = torch.compile(lambda z: F.cross_entropy(z.float(), targets))
-            found["cross-entropy forward + backward"] = min(
-                ms(lambda: loss_and_gradient(logits)),
-                ms(lambda: torch.autograd.grad(forward(logits), logits)),
-            )
-        except Exception:
-            traceback.print_exc()
-    del logits
-    torch.cuda.empty_cache()
-    ids = (
-        torch.multinomial(1 / torch.arange(1, 50258, dtype=torch.float64), N, replacement=True)
-        .cuda()
-        .reshape(B, T)
-    )
+def torch_gelu(new):
+    from torch.nn.functional import gelu
+
+    def bias_gelu(x, b):
+        return gelu(x + b, approximate="tanh")
+
+    x, b = new(N, 4 * C), new(4 * C)
+    yield "bias + gelu forward", eager_and_compiled(lambda: bias_gelu(x, b))
+    inputs = [x.clone().requires_grad_(), b.clone().requires_grad_()]
+    yield "bias + gelu backward", backward_pass(bias_gelu, new(N, 4 * C), *inputs)
+
+
+def torch_softmax(new):
+    import torch
+
+    x = new(16 * H * T, T)
+    yield "softmax forward", eager_and_compiled(lambda: torch.softmax(x, -1))
+    x.requires_grad_()
+    yield "softmax backward", backward_pass(lambda x: torch.softmax(x, -1), new(16 * H * T, T), x)
+
+
+def torch_cross_entropy(new):
+    import torch
+
+    logits, targets = new(N, V).requires_grad_(), torch.randint(0, 50257, (N,), device=new.device)
+
+    def loss(z):
+        return torch.nn.functional.cross_entropy(z.float(), targets)
+
+    forwards = eager_and_compiled(loss)
+    works = [lambda f=f: torch.autograd.grad(f(logits), logits) for f in forwards]
+    yield "cross-entropy forward + backward", works
+
+
+def torch_embedding(new):
+    import torch
+    from torch.nn.functional import embedding
+
+    zipf = 1 / torch.arange(1, 50258, dtype=torch.float64)
+    ids = torch.multinomial(zipf, N, replacement=True).to(new.device).reshape(B, T)
     wte, wpe = new(V, C).requires_grad_(), new(T, C)
-    row("embedding forward", lambda: F.embedding(ids, wte) + wpe)
-    backward_row("embedding backward", lambda t: F.embedding(ids, t), new(B, T, C), wte)
-    p = torch.randn(PARAMS, device="cuda").requires_grad_()
-    p.grad = torch.randn(PARAMS, device="cuda")
-    half = torch.empty(PARAMS, device="cuda", dtype=kind)
+    yield "embedding forward", eager_and_compiled(lambda: embedding(ids, wte) + wpe)
+    yield "embedding backward", backward_pass(lambda t: embedding(ids, t), new(B, T, C), wte)
+
+
+def torch_adamw(new):
+    import torch
+
+    p = torch.randn(PARAMS, device=new.device).requires_grad_()
+    p.grad = torch.randn(PARAMS, device=new.device)
+    half = new(PARAMS)
     optimizer = torch.optim.AdamW([p], lr=1e-4, fused=True)
 
     def update():
         optimizer.step()
         half.copy_(p.detach())
 
-    if only in "adamw + 16-bit copy":
-        found["adamw + 16-bit copy"] = ms(update)
+    yield "adamw + 16-bit copy", [update]
     g = new(PARAMS)
-    row("gradient norm", lambda: torch.linalg.vector_norm(g, dtype=torch.float32))
+    yield "gradient norm", eager_and_compiled(lambda: torch.linalg.vector_norm(g, dtype=torch.float32))
+
+
+PEERS = [torch_layernorm, torch_gelu, torch_softmax, torch_cross_entropy, torch_embedding, torch_adamw]
+
+
+class TorchArrays:
+    """Standard normal tensors of one dtype on the device."""
+
+    def __init__(self, dtype: str, device: str = "cuda"):
+        import torch
+
+        self.dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+        self.device = device
+
+    def __call__(self, *shape):
+        import torch
+
+        return torch.randn(*shape, device=self.device, dtype=self.dtype)
+
+
+def torch_ms(work) -> float:
+    import torch
+
+    for _ in range(3):
+        work()
+    times = []
+    for _ in range(12):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(6):
+            work()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 6)
+    return float(np.median(times))
+
+
+def torch_rows(dtype: str, only: str) -> dict[str, float]:
+    """ms of the same work in PyTorch: the better of eager and compile."""
+    import torch
+
+    found = {}
+    for peer in PEERS:
+        if only in peer.__name__:
+            try:
+                for name, works in peer(TorchArrays(dtype)):
+                    found[name] = min(map(torch_ms, works))
+            except Exception:
+                traceback.print_exc()
+            torch.cuda.empty_cache()
     return found
 
 

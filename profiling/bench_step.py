@@ -117,7 +117,6 @@ def run_torch(args) -> dict:
     memory = CardMemory()
     import torch
     from torch_gpt import GPT as TorchGPT
-    from torch_gpt import adamw as torch_adamw
 
     import nbtrain as nb
 
@@ -127,8 +126,8 @@ def run_torch(args) -> dict:
     torch.set_float32_matmul_precision("high")
     weights16 = args.variant == "weights16"
     model = TorchGPT(
-        n_layer=cfg.n_layer, n_head=cfg.n_head, n_embd=cfg.n_embd, block_size=cfg.block_size, vocab_size=cfg.vocab_size,
-        padded_vocab=cfg.padded_vocab_size, fused=True,
+        n_layer=cfg.n_layer, n_head=cfg.n_head, n_embd=cfg.n_embd, block_size=cfg.block_size,
+        vocab_size=cfg.vocab_size, padded_vocab=cfg.padded_vocab_size, fused=True,
     ).cuda()  # fmt: skip
     masters = None
     if weights16:  # 16-bit weights and gradients beside fp32 masters
@@ -255,14 +254,14 @@ def main():
             row["mfu"] = row["tokens_per_s"] * flop_per_token(cfg) / ceiling / 1e12 if ceiling else None
             rows.append(row)
             print(row, flush=True)
-    print(
-        "\n| trainer | dtype | B | ms | tokens/s | MFU | memory MB | loss |\n|---|---|---|---|---|---|---|---|"
-    )
+    print("\n| trainer | dtype | B | ms | tokens/s | MFU | memory MB | loss |")
+    print("|---|---|---|---|---|---|---|---|")
     for r in rows:
         mfu = f"{r['mfu']:.1%}" if r["mfu"] else "-"
         print(
-            f"| {r['trainer']} {r['variant']} | {r['dtype']} | {r['batch']} | {r['ms']:.2f} | {r['tokens_per_s']:,.0f} | {mfu} | "
-            f"{r['memory_mb']:,.0f} | {r['loss_first']:.3f} -> {r['loss_last']:.3f} |"
+            f"| {r['trainer']} {r['variant']} | {r['dtype']} | {r['batch']} | {r['ms']:.2f} | "
+            f"{r['tokens_per_s']:,.0f} | {mfu} | {r['memory_mb']:,.0f} | "
+            f"{r['loss_first']:.3f} -> {r['loss_last']:.3f} |"
         )
     print(write_results(f"bench_step_{args.preset}", [ceilings, *rows], args.out))
 

@@ -25,8 +25,10 @@ def init(cfg, key):
 
     blocks = [
         dict(
-            ln1=norm(), qkv=(normal((C, 3 * C)), jnp.zeros(3 * C)), proj=(normal((C, C), True), jnp.zeros(C)),
-            ln2=norm(), fc=(normal((C, 4 * C)), jnp.zeros(4 * C)), out=(normal((4 * C, C), True), jnp.zeros(C)),
+            ln1=norm(), qkv=(normal((C, 3 * C)), jnp.zeros(3 * C)),
+            proj=(normal((C, C), True), jnp.zeros(C)),
+            ln2=norm(), fc=(normal((C, 4 * C)), jnp.zeros(4 * C)),
+            out=(normal((4 * C, C), True), jnp.zeros(C)),
         )
         for _ in range(cfg.n_layer)
     ]  # fmt: skip

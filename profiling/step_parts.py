@@ -102,9 +102,8 @@ def main():
     total = sum(r["ms"] for r in rows)
     print(machine())
     for r in rows:
-        print(
-            f"{r['ms']:8.3f} ms {r['ms'] / total:6.1%} {r['calls']:4} x {r['ms'] / r['calls'] * 1e3:8.1f} us  {r['part']}"
-        )
+        each_us = r["ms"] / r["calls"] * 1e3
+        print(f"{r['ms']:8.3f} ms {r['ms'] / total:6.1%} {r['calls']:4} x {each_us:8.1f} us  {r['part']}")
     gemms = sum(r["ms"] for r in rows if r["part"].startswith("gemm"))
     print(f"sum {total:.2f} ms, of which products {gemms:.2f}")
     write_results(f"step_parts_{args.dtype}", rows, args.out)

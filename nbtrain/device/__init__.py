@@ -34,10 +34,19 @@ from nbtrain.device.vector import (
 )
 
 __all__ = [
-    "FLOATS", "SIMULATED", "TARGET", "aligned", "array_module", "as_array", "as_arrays", "bfloat16", "block_max", "block_sum",
-    "cuda", "device_function", "exp2", "expect", "expect_ids", "float32", "int32", "int64", "is_cupy", "is_recording", "kernel", "launch", "load", "log2",
-    "njit", "on_gpu", "prange", "random_bits", "random_bits8", "rcp", "read8", "recording", "round8", "row_access", "row_shape", "rsqrt", "same_memory",
-    "store", "tuned", "twin", "uint32", "uint64",
+    # arrays
+    "FLOATS", "aligned", "array_module", "as_array", "as_arrays", "bfloat16", "expect", "expect_ids",
+    "is_cupy", "same_memory",
+    # types
+    "float32", "int32", "int64", "uint32", "uint64",
+    # the GPU target, and how its kernels are written and launched
+    "SIMULATED", "TARGET", "cuda", "device_function", "kernel",
+    "is_recording", "launch", "on_gpu", "recording", "row_shape", "tuned",
+    # inside kernels
+    "load", "read8", "round8", "row_access", "store",
+    "block_max", "block_sum", "exp2", "log2", "random_bits", "random_bits8", "rcp", "rsqrt",
+    # CPU twins
+    "njit", "prange", "twin",
 ]  # fmt: skip
 
 kernel, device_function = backend.kernel, backend.device_function

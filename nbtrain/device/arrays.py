@@ -104,7 +104,8 @@ def expect(op: str, spec: str, *arrays, hint: str = "") -> tuple[int, ...]:
         if wrong:
             wanted = "one float dtype (float32, float16 or bfloat16)" if kind == "storage" else kind
             raise InvalidType(
-                f"{op} expects {spec}, with {wanted} for {name}; got {_picture(spec, arrays)}. Convert with .astype."
+                f"{op} expects {spec}, with {wanted} for {name}; got {_picture(spec, arrays)}. "
+                "Convert with .astype."
             )
         if len(x.shape) != len(dims) or any(names.setdefault(d, n) != n if type(d) is str else d != n
                                             for d, n in zip(dims, x.shape, strict=True)):  # fmt: skip
@@ -131,8 +132,8 @@ def expect_ids(op: str, name: str, ids, size: int, *, ignore_index: int | None =
         at = np.unravel_index(int(bad.argmax()), bad.shape)
         besides = "" if ignore_index is None else f" or ignore_index = {ignore_index}"
         raise InvalidValue(
-            f"{op} expects {name} in 0..{size - 1}{besides}; got {name}[{', '.join(map(str, at))}] = {ids[at]}. "
-            "Check the vocabulary size and the data."
+            f"{op} expects {name} in 0..{size - 1}{besides}; "
+            f"got {name}[{', '.join(map(str, at))}] = {ids[at]}. Check the vocabulary size and the data."
         )
 
 

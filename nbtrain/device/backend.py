@@ -25,14 +25,17 @@ def _choose() -> str:
     found = "nvidia" if _installed("numba_cuda") else "hip" if _installed("numba.hip") else "none"
     if asked is None:
         return found
-    needs = {"nvidia": ("numba_cuda", "cuda13"), "hip": ("numba.hip", "rocm"), "none": None}
+    if asked == "none":
+        return asked
+    needs = {"nvidia": ("numba_cuda", "cuda13"), "hip": ("numba.hip", "rocm")}
     if asked not in needs:
         raise InvalidValue(
             f"NBTRAIN_TARGET is nvidia, hip or none; got {asked!r}. Unset it to let nbtrain choose."
         )
-    if needs[asked] and not _installed(needs[asked][0]):
+    module, extra = needs[asked]
+    if not _installed(module):
         raise Unavailable(
-            f"NBTRAIN_TARGET={asked} needs the module {needs[asked][0]}. Install it: pip install 'nbtrain[{needs[asked][1]}]'."
+            f"NBTRAIN_TARGET={asked} needs the module {module}. Install it: pip install 'nbtrain[{extra}]'."
         )
     return asked
 

@@ -34,7 +34,8 @@ from threadpoolctl import ThreadpoolController
 from nbtrain.errors import Unavailable
 
 __all__ = [
-    "add_rows", "exp", "fill", "larger", "mm", "njit", "prange", "routine", "span", "task_count", "twin", "uint_as_float",
+    "add_rows", "exp", "fill", "larger", "mm", "njit", "prange", "routine", "span", "task_count", "twin",
+    "uint_as_float",
 ]  # fmt: skip
 
 F = np.float32
@@ -87,8 +88,9 @@ def cache_folder() -> Path:
         info = folder.stat()
         if info.st_uid != os.getuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise Unavailable(
-                f"the cache folder must be yours alone (mode 0700); {folder} belongs to user {info.st_uid} with mode "
-                f"{stat.filemode(info.st_mode)}. Run chmod 700 on it, or set NBTRAIN_CACHE_DIR to a folder of yours."
+                f"the cache folder must be yours alone (mode 0700); {folder} belongs to user {info.st_uid} "
+                f"with mode {stat.filemode(info.st_mode)}. "
+                "Run chmod 700 on it, or set NBTRAIN_CACHE_DIR to a folder of yours."
             )
     return folder
 

@@ -25,7 +25,8 @@ class Graph:
             self.stream.wait_event(before)
             warm_up()
             self.stream.synchronize()
-            self.pool.free_all_blocks()  # what measuring the products took, and the first sizes of scratch that grew
+            # What measuring the products took, and the first sizes of scratch that grew.
+            self.pool.free_all_blocks()
             warm_up()
             self.stream.synchronize()
             self.stream.begin_capture()
@@ -37,8 +38,8 @@ class Graph:
                     self.stream.end_capture()
                 if isinstance(error, cupy.cuda.runtime.CUDARuntimeError):
                     raise Unavailable(
-                        f"this step cannot be captured in a graph ({error}): something in it waits for the device or "
-                        "takes memory from it. Use donate, or capture only launches."
+                        f"this step cannot be captured in a graph ({error}): something in it waits for the "
+                        "device or takes memory from it. Use donate, or capture only launches."
                     ) from error
                 raise
 

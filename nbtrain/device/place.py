@@ -56,7 +56,8 @@ def resolve_device(name: str = "auto") -> tuple[str, str]:
         raise InvalidValue(f'a device is "cpu", "cuda:0", "hip:0" or "auto"; got {name!r}.')
     if reason := _why_no_gpu():
         raise Unavailable(
-            f"{name} was asked for, but {reason}. Run pip install 'nbtrain[{_EXTRA[kind]}]', or use device=\"cpu\"."
+            f"{name} was asked for, but {reason}. Run pip install 'nbtrain[{_EXTRA[kind]}]', "
+            'or use device="cpu".'
         )
     if kind != _gpu_kind():
         raise Unavailable(

@@ -12,7 +12,7 @@ from numba import float32, uint32
 
 from nbtrain.device.arrays import aligned
 from nbtrain.device.backend import backend, cuda
-from nbtrain.device.dropout import KEEP_ALL, NO_DROPOUT, Dropout, bits8_of, drop_mode
+from nbtrain.device.dropout import KEEP_ALL, NO_DROPOUT, bits8_of, drop_mode
 from nbtrain.device.launching import launch
 from nbtrain.device.tuning import row_shape
 from nbtrain.device.vector import block_max, block_sum, exp2, log2, rcp, row_access

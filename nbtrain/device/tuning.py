@@ -44,5 +44,5 @@ def row_shape(name: str, row_length: int, vectors: int) -> tuple[int, int]:
     threads, _ = tuned(name)
     warp = 4 if SIMULATED else 32
     eights = -(-row_length // 8)
-    per_row = min(-(-(-(-eights // vectors)) // warp) * warp, 1024)
+    per_row = min(-(-eights // (vectors * warp)) * warp, 1024)
     return per_row, max(1, threads // per_row)

@@ -268,7 +268,8 @@ def layernorm_forward(x, weight, bias, *, residual=None, eps: float = 1e-5, out=
     xp = array_module(x)
     if out is None:
         out = (
-            xp.empty_like(x), xp.empty(N, np.float32), xp.empty(N, np.float32), x if residual is None else xp.empty_like(x)
+            xp.empty_like(x), xp.empty(N, np.float32), xp.empty(N, np.float32),
+            x if residual is None else xp.empty_like(x),
         )  # fmt: skip
     y, mean, rstd, total = out
     expect(

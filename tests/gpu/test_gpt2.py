@@ -58,8 +58,8 @@ def test_twenty_steps_learn_and_pure_donated_and_captured_have_the_same_bits(dty
         ms = float(np.median(times[3:])) * 1e3
         losses = [m["loss"] for m in metrics]
         print(
-            f"\n{dtype} {name:9} loss {losses[0]:.4f} -> {losses[-1]:.4f}, {ms:7.2f} ms, {B * T / ms * 1e3:9,.0f} tokens/s, "
-            f"{used / 1e6:7,.0f} MB"
+            f"\n{dtype} {name:9} loss {losses[0]:.4f} -> {losses[-1]:.4f}, {ms:7.2f} ms, "
+            f"{B * T / ms * 1e3:9,.0f} tokens/s, {used / 1e6:7,.0f} MB"
         )
         trees = [to_host(t.buffer) for t in (params, state.master, state.m, state.v)]
         results[name] = metrics, trees

@@ -1,7 +1,6 @@
 """Operators against the node tests that onnx ships."""
 
 import numpy as np
-import pytest
 
 from nbtrain.ops.cross_entropy import cross_entropy_forward
 from nbtrain.ops.gelu import gelu_forward

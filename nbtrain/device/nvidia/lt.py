@@ -232,7 +232,8 @@ def _make(key, operands, alpha, beta, stream):
     plan = _Plan(*operands)
     if not len(plan.candidates):
         raise Unavailable(
-            f"cuBLASLt has no algorithm for a {a.shape} @ b {b.shape} in {a.dtype}. Use another dtype or shape."
+            f"cuBLASLt has no algorithm for a {a.shape} @ b {b.shape} in {a.dtype}. "
+            "Use another dtype or shape."
         )
     kept = choices(out.device.id)
     name = " ".join(map(str, key[:-1]))
