@@ -249,7 +249,7 @@ class Case:
     def dq(self, config, group_bytes, arch=90):
         from nbtrain.device.nvidia import flash
 
-        c, group = self.c, flash._group(self.B * self.H, self.T, self.D, group_bytes)
+        c, group = self.c, flash._group(self.B * self.H, self.T, self.D, group_bytes or 16 * MB)
         flash.backward_dq(
             c["qkv"],
             c["out"],
@@ -267,7 +267,7 @@ class Case:
     def dkv(self, config, group_bytes, arch=90):
         from nbtrain.device.nvidia import flash
 
-        c, group = self.c, flash._group(self.B * self.H, self.T, self.D, group_bytes)
+        c, group = self.c, flash._group(self.B * self.H, self.T, self.D, group_bytes or 16 * MB)
         flash.backward_dkv(
             c["qkv"], c["dout"], c["stats"], c["dqkv"], self.H, self.sm_scale, arch, config, group
         )

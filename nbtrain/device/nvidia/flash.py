@@ -46,7 +46,7 @@ class Config(NamedTuple):
 
 # By instruction set, then by the largest head dimension that they suit.
 FORWARD = {
-    WGMMA: {64: Config(2, 64, 2), 96: Config(1, 64, 2), 128: Config(1, 64, 2)},
+    WGMMA: {64: Config(1, 64, 4), 96: Config(1, 64, 2), 128: Config(1, 64, 2)},
     MMA: {64: Config(1, 64, 3), 96: Config(1, 64, 2), 128: Config(1, 64, 1)},
 }
 BACKWARD_DQ = {
@@ -59,7 +59,7 @@ BACKWARD_DKV = {
 }
 # The heads whose blocks run together are as many as have this much of what is read again and again: K and V,
 # or Q and dO.
-GROUP_BYTES = 16 << 20
+FORWARD_GROUP, DQ_GROUP, DKV_GROUP = 16 << 20, 8 << 20, 16 << 20
 
 
 def supported(dtype, D: int, dropout: float, capability: tuple[int, int]) -> str | None:
@@ -130,9 +130,9 @@ def dkv_kernel(storage: str, arch: int, D: int, config: Config, whole: bool):
     return _compiled(dkv_body, storage, arch, D, config, **options)
 
 
-def _group(heads: int, T: int, D: int, group_bytes: int | None) -> int:
+def _group(heads: int, T: int, D: int, group_bytes: int) -> int:
     per_head = T * D * 4  # two 16-bit tensors
-    return max(1, min(heads, (GROUP_BYTES if group_bytes is None else group_bytes) // per_head))
+    return max(1, min(heads, group_bytes // per_head))
 
 
 def stats_shape(B: int, T: int, H: int) -> tuple[int, int, int]:
@@ -156,7 +156,7 @@ def flash_forward(
     compiled, threads = forward_kernel(_STORAGE[qkv.dtype], arch, D, config, whole)
     launch(
         compiled, heads * -(-T // rows), threads,
-        qkv, out, lse, T, H, heads, _group(heads, T, D, group_bytes), np.float32(sm_scale * LOG2E),
+        qkv, out, lse, T, H, heads, _group(heads, T, D, group_bytes or FORWARD_GROUP), np.float32(sm_scale * LOG2E),
     )  # fmt: skip
 
 
@@ -188,11 +188,14 @@ def flash_backward(
         stats = array_module(qkv).empty(stats_shape(B, T, H), np.float32)
     expect("flash_backward", f"stats {stats_shape(B, T, H)} fp32", stats)
     arch = arch or current_instruction_set()
-    group = _group(B * H, T, D, group_bytes)
     backward_dq(
-        qkv, out, dout, lse, stats, dqkv, H, sm_scale, arch, dq or _suited(BACKWARD_DQ, arch, D), group
-    )
-    backward_dkv(qkv, dout, stats, dqkv, H, sm_scale, arch, dkv or _suited(BACKWARD_DKV, arch, D), group)
+        qkv, out, dout, lse, stats, dqkv, H, sm_scale, arch, dq or _suited(BACKWARD_DQ, arch, D),
+        _group(B * H, T, D, group_bytes or DQ_GROUP),
+    )  # fmt: skip
+    backward_dkv(
+        qkv, dout, stats, dqkv, H, sm_scale, arch, dkv or _suited(BACKWARD_DKV, arch, D),
+        _group(B * H, T, D, group_bytes or DKV_GROUP),
+    )  # fmt: skip
 
 
 def backward_dq(qkv, out, dout, lse, stats, dqkv, H, sm_scale, arch, config, group) -> None:
