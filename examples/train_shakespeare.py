@@ -16,7 +16,7 @@ from nbtrain.tokenizer import CharTokenizer
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--text", help="a text file or a folder of them, instead of Shakespeare's plays")
-parser.add_argument("--steps", type=int, default=3000)
+parser.add_argument("--steps", type=int, default=2000)
 parser.add_argument("--batch-size", type=int, default=12)
 parser.add_argument("--device", default="auto")
 parser.add_argument("--out", type=Path, default=Path("runs/example"))

@@ -127,7 +127,7 @@ def train(
         typer.Option(help="Ids of the vocabulary; needed for --data without a tokenizer.json beside it."),
     ] = None,
     dropout: Annotated[float, typer.Option(help="Dropout probability.")] = 0.0,
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3000,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 2000,
     batch_size: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 12,
     micro: Annotated[int, typer.Option(help="Micro-batches a step; their gradients add up.")] = 1,
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-3,

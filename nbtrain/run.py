@@ -45,7 +45,7 @@ class RunConfig:
     train: tuple[str, ...]  # token files or patterns
     val: tuple[str, ...] = ()  # none: no evaluation
     format: str = "auto"  # of the token files
-    steps: int = 3000
+    steps: int = 2000
     B: int = 12  # sequences of a micro-batch
     micro: int = 1  # micro-batches a step
     seed: int = 0  # of weights, dropout and the order of the data
