@@ -23,6 +23,7 @@ test: lint test-cpu test-simulator test-compile  ## what CI runs; needs no GPU
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 test-cpu: $(VENV)/.test  ## CPU twins and everything above them
 	NBTRAIN_TARGET=none $(BIN)/python -m pytest -n 2 -m 'not gpu and not compile'

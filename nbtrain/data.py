@@ -150,13 +150,14 @@ class Batches:
             raise InvalidValue(
                 "these batches are closed. Make new ones; state=batches.state() continues there."
             )
-        if self._uploader is None:
+        uploader = self._uploader
+        if uploader is None:
             batch, following = self._host.get()
         else:
-            upload, following = self._staged or self._stage(self._host.get())
-            batch = Batch(*self._uploader.wait(upload))
+            upload, following = self._staged or _stage(uploader, self._host.get())
+            batch = Batch(*uploader.wait(upload))
             ahead = self._host.get(wait=False)
-            self._staged = ahead and self._stage(ahead)
+            self._staged = ahead and _stage(uploader, ahead)
         self._epoch, self._position = following
         return batch
 
@@ -181,9 +182,10 @@ class Batches:
     def __exit__(self, *exc) -> None:
         self.close()
 
-    def _stage(self, item):
-        batch, following = item
-        return self._uploader.start(batch), following
+
+def _stage(uploader, item):
+    batch, following = item
+    return uploader.start(batch), following
 
 
 class _Windows:

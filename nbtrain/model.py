@@ -101,7 +101,7 @@ class GPT:
     def __init__(self, config: GPTConfig, remat: str = "none"):
         self.config = config
         self.every = TrainConfig(remat=remat).remat_every(config.n_layer)
-        self._scratch: Scratch | None = None
+        self._scratch: Any = None  # a Scratch, from the first call on, whose params say on which device
 
     def loss_and_grads(self, params: Tree, batch: Batch, *, loss_scale, rng: Rng | None = None, out: Tree):
         """The sum of the losses of a micro-batch, (1,) fp32; writes the gradients of loss_scale * that sum to

@@ -75,10 +75,10 @@ class Schedule:
         left = max(self.total - step, 0)
         if self.kind == "wsd":
             return self.min_lr + fall * min(1.0, left / self.decay)
-        left /= self.total - self.warmup
+        share = left / (self.total - self.warmup)
         if self.kind == "linear":
-            return self.min_lr + fall * left
-        return self.min_lr + fall * (1 + math.cos(math.pi * (1 - left))) / 2
+            return self.min_lr + fall * share
+        return self.min_lr + fall * (1 + math.cos(math.pi * (1 - share))) / 2
 
 
 def clip_by_global_norm(g, max_norm: float):

@@ -218,9 +218,11 @@ class TrainStep:
         if self._grads is None or self._grads.layout != params.layout or self._grads.dtype != params.dtype:
             self._grads, self._sums = params.like(), None
             self._decay = to_device(params.layout.decay_flags(), device_of(params.buffer))
-        grads = self._grads
-        if A > 1 and self._sums is None:
-            self._sums = params.like(np.float32)
+        grads, sums = self._grads, None
+        if A > 1:
+            if self._sums is None:
+                self._sums = params.like(np.float32)
+            sums = self._sums
 
         counts, dloss = batch_check(batch.tokens, batch.targets, scale, vocab_size=self.vocab_size)
         key = xp.empty(3, np.uint32)
@@ -232,10 +234,10 @@ class TrainStep:
             losses[a : a + 1] = self.loss_and_grads(
                 params, micro, loss_scale=dloss, rng=Rng(key, a * B), out=grads
             )
-            if A > 1:
-                cast_and_scale(grads.buffer, 1.0, out=self._sums.buffer, accumulate=a > 0)
-        if A > 1:
-            grads = self._sums
+            if sums is not None:
+                cast_and_scale(grads.buffer, 1.0, out=sums.buffer, accumulate=a > 0)
+        if sums is not None:
+            grads = sums
 
         norm = global_norm(grads.buffer)
         hyper, values, counts, step, updates, new_scale, good_steps = control(

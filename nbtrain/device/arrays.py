@@ -81,7 +81,8 @@ def expect(op: str, spec: str, *arrays, hint: str = "") -> tuple[int, ...]:
     is absent. All arrays must be C-contiguous and on one device. Raises InvalidValue or InvalidType with the
     whole picture.
     """
-    names, module, storage = {}, None, None
+    names: dict[str, int] = {}
+    module, storage = None, None
     for (name, dims, kind), x in zip(_parse(spec), arrays, strict=True):
         if x is None:
             continue
@@ -97,7 +98,7 @@ def expect(op: str, spec: str, *arrays, hint: str = "") -> tuple[int, ...]:
             )
         if kind == "storage":
             storage = storage or x.dtype
-            wrong = x.dtype != storage or x.dtype not in _KINDS["float"]
+            wrong = x.dtype != storage or x.dtype not in FLOATS.values()
         else:
             allowed = _KINDS[kind]
             wrong = allowed is not None and x.dtype not in allowed

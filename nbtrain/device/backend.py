@@ -5,8 +5,10 @@ it. numba's own built-in `numba.cuda` is deprecated and never used: without numb
 says what to install.
 """
 
+import importlib
 import importlib.util
 import os
+from typing import Any
 
 from nbtrain.errors import InvalidValue, Unavailable
 
@@ -59,12 +61,6 @@ class _Stub:
 TARGET = _choose()
 if TARGET == "nvidia" and SIMULATED:
     TARGET = "simulator"
-    from nbtrain.device import simulator as backend
-elif TARGET == "nvidia":
-    from nbtrain.device import nvidia as backend
-elif TARGET == "hip":
-    from nbtrain.device import hip as backend
-else:
-    backend = _Stub()
+backend: Any = _Stub() if TARGET == "none" else importlib.import_module(f"nbtrain.device.{TARGET}")
 cuda = backend.cuda
 WAVEFRONT = 64 if TARGET == "hip" else 32

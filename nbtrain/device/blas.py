@@ -115,26 +115,25 @@ def _gemm(a, b, out, alpha, beta, accumulate, bias):
     scalars = np.array([alpha, beta], np.float16 if half else np.float32)
     alpha_at, beta_at = scalars.ctypes.data, scalars.ctypes.data + scalars.itemsize
     step_a, step_b, step_c = (x.strides[0] // x.itemsize for x in (a, b, out))
+    shape = tb, ta, N, M, K  # cuBLAS is column-major and sees the transposed problem: out.T = b.T @ a.T
     if TARGET == "hip" and (half or bfloat16 in (a.dtype, out.dtype)):
         # CuPy's hipBLAS binding ends the process on bf16, and always accumulates in fp32 (with fp16 alpha
         # misread).
         from nbtrain.device.hip import blas
 
-        shape = tb, ta, N, M, K
         blas.gemm(shape, b, ldb, step_b, a, lda, step_a, out, ldc, step_c, batch, scalars)
         return
     compute = _HIP_FP32 if TARGET == "hip" else _FP16 if half else _FP32
     handle = device.get_cublas_handle()
-    # cuBLAS is column-major and sees the transposed problem: out.T = b.T @ a.T
-    shape = tb, ta, N, M, K, alpha_at
     if batch == 1:
         cublas.gemmEx(
-            handle, *shape, b.data.ptr, _DATA[b.dtype], ldb, a.data.ptr, _DATA[a.dtype], lda,
+            handle, *shape, alpha_at, b.data.ptr, _DATA[b.dtype], ldb, a.data.ptr, _DATA[a.dtype], lda,
             beta_at, out.data.ptr, _DATA[out.dtype], ldc, compute, _DEFAULT_ALGORITHM,
         )  # fmt: skip
     else:
         cublas.gemmStridedBatchedEx(
-            handle, *shape, b.data.ptr, _DATA[b.dtype], ldb, step_b, a.data.ptr, _DATA[a.dtype], lda, step_a,
+            handle, *shape, alpha_at, b.data.ptr, _DATA[b.dtype], ldb, step_b,
+            a.data.ptr, _DATA[a.dtype], lda, step_a,
             beta_at, out.data.ptr, _DATA[out.dtype], ldc, step_c, batch, compute, _DEFAULT_ALGORITHM,
         )  # fmt: skip
 

@@ -18,6 +18,7 @@ import os
 import stat
 import threading
 from pathlib import Path
+from typing import Any
 
 import llvmlite.binding
 import numba
@@ -57,7 +58,7 @@ def _load_tbb():
     try:
         for file in importlib.metadata.files("tbb") or ():
             if file.name in ("libtbb.so.12", "tbb12.dll"):
-                return ctypes.CDLL(str(file.locate().resolve()), getattr(ctypes, "RTLD_GLOBAL", 0))
+                return ctypes.CDLL(str(Path(file.locate()).resolve()), getattr(ctypes, "RTLD_GLOBAL", 0))
     except (importlib.metadata.PackageNotFoundError, OSError):
         pass
     return None
@@ -262,8 +263,9 @@ def twin(*, writes: str):
                         if _is_16_bit(args[i]):
                             args[i][...] = wide[i].astype(args[i].dtype)
 
-        run.compiled = compiled
-        return run
+        decorated: Any = run
+        decorated.compiled = compiled
+        return decorated
 
     return decorate
 

@@ -8,7 +8,7 @@ from nbtrain.device.place import say_once
 from nbtrain.errors import InvalidValue, Unavailable
 
 
-def fused_attention(qkv, H: int, sm_scale: float, dropout: float = 0.0):
+def fused_attention(qkv, H: int, sm_scale, dropout: float = 0.0):
     """The module with a vendor's kernels where they suit these arguments, else None.
 
     It has `flash_forward(qkv, H, sm_scale, out, lse)`, `flash_backward(dout, qkv, out, lse, H, sm_scale,

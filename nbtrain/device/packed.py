@@ -48,7 +48,8 @@ class _Prepared:
         self.shared_bytes = shared_bytes
         if shared_bytes > 48 * 1024:  # more than every kernel may have must be asked for
             driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
-        slots, self.fields = 0, []
+        self.fields: list[tuple[int, str | None]] = []
+        slots = 0
         for entry in signature:
             if entry in _ARRAYS:
                 self.fields.append((slots, None))

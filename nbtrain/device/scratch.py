@@ -1,6 +1,7 @@
 """Named working memory that is made once and used again by every step."""
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +17,8 @@ class Scratch:
 
     def __init__(self, like):
         self._xp = array_module(like)
-        self._buffers: dict[str, object] = {}
-        self._views: dict[tuple, object] = {}
+        self._buffers: dict[str, Any] = {}
+        self._views: dict[tuple, Any] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype):
         view = self._views.get((name, shape, dtype))

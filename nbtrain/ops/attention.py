@@ -212,17 +212,17 @@ def attention_forward(
     spec = "rng (3,) uint32, y (B, T, {C}), lse (B, {H}, T) fp32"
     B, T, C = _check("attention_forward", qkv, H, spec, rng, y, lse)
     drop = dropout_of("attention_forward", dropout, rng, site, first)
-    sm_scale = np.float32((C // H) ** -0.5 if sm_scale is None else sm_scale)
+    scale = np.float32((C // H) ** -0.5 if sm_scale is None else sm_scale)
     if out is None:
         xp = array_module(qkv)
         y, lse = xp.empty((B, T, C), qkv.dtype), xp.empty((B, H, T), np.float32)
-    fused = fused_attention(qkv, H, sm_scale, dropout)
+    fused = fused_attention(qkv, H, scale, dropout)
     if fused is not None:
-        fused.flash_forward(qkv, H, sm_scale, y, lse)
+        fused.flash_forward(qkv, H, scale, y, lse)
     elif on_gpu(qkv):
-        _forward_gpu(qkv, H, sm_scale, drop, y, lse)
+        _forward_gpu(qkv, H, scale, drop, y, lse)
     else:
-        _forward_cpu(qkv, H, sm_scale, y, lse, *drop, *_scratch_cpu(B, H, T, 1, dropout))
+        _forward_cpu(qkv, H, scale, y, lse, *drop, *_scratch_cpu(B, H, T, 1, dropout))
     return y, lse
 
 
@@ -242,15 +242,15 @@ def attention_backward(
         raise InvalidValue(
             "attention_backward reads qkv while it writes out; got one array for both. Pass another, or none."
         )
-    sm_scale = np.float32((C // H) ** -0.5 if sm_scale is None else sm_scale)
+    scale = np.float32((C // H) ** -0.5 if sm_scale is None else sm_scale)
     dqkv = array_module(qkv).empty_like(qkv) if out is None else out
-    fused = fused_attention(qkv, H, sm_scale, dropout)
+    fused = fused_attention(qkv, H, scale, dropout)
     if fused is not None:
-        fused.flash_backward(dy, qkv, y, lse, H, sm_scale, dqkv)
+        fused.flash_backward(dy, qkv, y, lse, H, scale, dqkv)
     elif on_gpu(qkv):
-        _backward_gpu(dy, qkv, H, sm_scale, drop, dqkv)
+        _backward_gpu(dy, qkv, H, scale, drop, dqkv)
     else:
-        _backward_cpu(dy, qkv, y, lse, H, sm_scale, dqkv, *drop, *_scratch_cpu(B, H, T, 2, dropout))
+        _backward_cpu(dy, qkv, y, lse, H, scale, dqkv, *drop, *_scratch_cpu(B, H, T, 2, dropout))
     return dqkv
 
 

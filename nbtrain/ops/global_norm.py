@@ -109,7 +109,7 @@ def _squares_cpu(g, partial):
     tasks = partial.size
     for t in prange(tasks):
         first, last = span(t, tasks, g.size, RUN)
-        total = 0.0
+        total = np.float64(0)
         for start in range(first, last, RUN):
             x = g[start : min(last, start + RUN)]
             s = ZERO

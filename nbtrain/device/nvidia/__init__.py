@@ -91,7 +91,7 @@ def _compile_binary(compiled, signature) -> tuple[str, bytes]:
 
     ptx = compile_for(compiled, signature, _capability())
     entry = compiled.py_func.__name__  # what profilers show, in place of a mangled name of 500 letters
-    ptx = ptx.replace(re.search(r"\.entry\s+([\w$]+)", ptx)[1], entry)
+    ptx = ptx.replace(re.findall(r"\.entry\s+([\w$]+)", ptx)[0], entry)
     code = ObjectCode.from_ptx(ptx.encode())
     return entry, Linker(code, options=LinkerOptions(arch=_architecture())).link("cubin").code
 

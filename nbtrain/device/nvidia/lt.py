@@ -224,7 +224,8 @@ def gemm(
         plan = _plans[key] = _make(
             key, (a, b, out, ta, tb, accumulate, bias, aux, alignment), alpha, beta, stream
         )
-    plan(*pointers[:3], alpha, beta, *pointers[3:], workspace, stream)
+    a_at, b_at, out_at, bias_at, aux_at = pointers
+    plan(a_at, b_at, out_at, alpha, beta, bias_at, aux_at, workspace, stream)
 
 
 def _make(key, operands, alpha, beta, stream):
