@@ -34,6 +34,9 @@ test-simulator: $(VENV)/.test  ## the kernels themselves, run in Python
 test-compile: $(VENV)/.test  ## every kernel for sm_80 and sm_90, through ptxas
 	$(BIN)/python -m pytest -n 2 -m compile
 
+gate:  ## every kernel for AMD's gfx90a, gfx942 and gfx1100; makes an environment of its own
+	$(PYTHON) tests/amd/gate.py
+
 gpu:  ## on a machine with a GPU, in the environment that python3 is
 	$(PYTHON) -m pytest -m gpu
 

@@ -29,7 +29,7 @@ def _sources() -> str:
     for package in (
         "numba",
         "numba-cuda",
-        "numba-hip",
+        "numba-hip", "rocm-bindings-compiler",
         "llvmlite",
         "cuda-core",
         "nvidia-nvvm",

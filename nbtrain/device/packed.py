@@ -16,6 +16,8 @@ from numba import types
 
 from nbtrain.device.arrays import bfloat16
 from nbtrain.device.binaries import cached_binary
+from nbtrain.device.cpu import cache_folder
+from nbtrain.device.place import say_once
 
 _ELEMENTS = {
     np.dtype(np.float32): types.float32,
@@ -94,9 +96,12 @@ def make_launch(compile_binary, architecture):
         from cupy.cuda import function
 
         numba_types = tuple(_ARRAYS.get(entry) or _SCALARS[entry][0] for entry in signature)
-        entry, binary = cached_binary(
-            compiled, numba_types, architecture(), lambda: compile_binary(compiled, numba_types)
-        )
+
+        def compile_():
+            say_once(f"compiling kernels, once for this machine; they are kept in {cache_folder()}")
+            return compile_binary(compiled, numba_types)
+
+        entry, binary = cached_binary(compiled, numba_types, architecture(), compile_)
         module = function.Module()
         module.load(binary)
         return _Prepared(module.get_function(entry), signature, getattr(compiled, "shared_bytes", 0))

@@ -64,7 +64,7 @@ def _sum_blocks_kernel():
     X, Y = column_block("sum_blocks")
 
     @backend.kernel(launch_bounds=X * Y)
-    def sum_blocks(partial, first, blocks, C, out):
+    def sum_blocks(partial, blocks, C, out, second):
         buf = cuda.shared.array((Y, X), float32)
         x, y = cuda.threadIdx.x, cuda.threadIdx.y
         c = cuda.blockIdx.x * X + x
@@ -72,19 +72,23 @@ def _sum_blocks_kernel():
         if c < C:
             b = y
             while b < blocks:
-                s += partial[(first + b) * C + c]
+                s += partial[(cuda.blockIdx.y * blocks + b) * C + c]
                 b += Y
         buf[y, x] = s
         cuda.syncthreads()
         if y == 0 and c < C:
             for k in range(1, Y):
                 s += buf[k, x]
-            store(out, c, s)
+            if cuda.blockIdx.y == 0:
+                store(out, c, s)
+            else:
+                store(second, c, s)
 
     return sum_blocks, X, Y
 
 
-def sum_blocks(partial, first: int, blocks: int, out) -> None:
-    """out (C,) = the sum of `blocks` rows of `partial` (flat fp32, rows of C) from `first` on."""
+def sum_blocks(partial, blocks: int, out, second=None) -> None:
+    """out (C,) = the sum of the first `blocks` rows of `partial` (flat fp32, rows of C), `second` of the next."""
     sum_, X, Y = _sum_blocks_kernel()
-    launch(sum_, -(-out.size // X), (X, Y), partial, first, blocks, out.size, out)
+    grid = -(-out.size // X), 1 if second is None else 2
+    launch(sum_, grid, (X, Y), partial, blocks, out.size, out, out if second is None else second)

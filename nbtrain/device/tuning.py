@@ -21,7 +21,7 @@ BLOCKS = {
     "softmax_backward": (128, 0),
     "global_norm": (512, 528),
     "adamw": (256, 0),
-    "cross_entropy": (1024, 0),
+    "cross_entropy": (512, 0),
     "sum_losses": (1024, 0),
     "embedding_forward": (384, 0),
     "embedding_backward": (256, 0),

@@ -53,10 +53,8 @@ LOG2E, LN2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 # multiply-add of MASKED * LOG2E - MASKED2 is 0; the rounding of any other number this large is a power that
 # overflows.
 MASKED = np.float32(-(2.0**126))
-LOADS, RESIDENT = (
-    2,
-    2048,
-)  # eights in flight a thread; threads on a multiprocessor, which leaves each 32 registers
+LOADS = 4  # eights in flight a thread
+RESIDENT = 1024  # threads on a multiprocessor, which leaves each 64 registers
 MASKED2 = np.float32(MASKED * LOG2E)
 HINT = "Flatten (B, T, V) with logits.reshape(-1, V)."
 

@@ -275,7 +275,7 @@ def gelu_backward(
             backward, (columns, blocks), (X, Y), dy, x, *absent[:2], *drop[1:], N, C, *absent[2:], dx
         )  # fmt: skip
         if bias is not None:
-            sum_blocks(partial, 0, blocks, dbias)
+            sum_blocks(partial, blocks, dbias)
     else:
         bits, work = _scratch(N, C, drop)
         _backward_cpu(dy, x, bias, dx, dbias, np.empty_like(work), *drop, bits, work)

@@ -38,6 +38,8 @@ from nbtrain.device.cpu import span, task_count
 from nbtrain.device.reduce import sum_blocks
 
 ZERO, ONE = np.float32(0), np.float32(1)
+BACKWARD_VECTORS = 3  # eights of a row that a thread of the backward kernel holds, at least
+BACKWARD_RESIDENT = 512  # its threads on a multiprocessor: fewer registers would spill
 
 # ----------------------------------------------------------------------------
 # GPU kernels
@@ -107,13 +109,13 @@ def _backward_kernel(C: int, aligned: bool, with_dresidual: bool):
 
     partial[0, b] and partial[1, b] are the block's share of dweight and dbias.
     """
-    T, R = row_shape("layernorm_backward", C, vectors=3)
+    T, R = row_shape("layernorm_backward", C, vectors=BACKWARD_VECTORS)
     V = -(-C // (8 * T))
     W, WHOLE, INV_C = 8 * V, C == 8 * T * V, np.float32(1 / C)
     load8, store8 = row_access(aligned)
     row_sum = block_sum(T, R)
 
-    @kernel(launch_bounds=(T * R, 2 if T * R <= 256 else 1))
+    @kernel(launch_bounds=(T * R, max(1, BACKWARD_RESIDENT // (T * R))))
     def layernorm_backward(dy, x, weight, mean, rstd, dresidual, dx, partial, N):
         lane, y = cuda.threadIdx.x, cuda.threadIdx.y
         buf = cuda.shared.array((R, C), float32)
@@ -325,8 +327,7 @@ def layernorm_backward(dy, x, weight, mean, rstd, *, dresidual=None, out=None):
         partial = xp.empty(2 * blocks * C, np.float32)
         other = dy if dresidual is None else dresidual
         launch(backward, blocks, (T, R), dy, x, weight, mean, rstd, other, dx, partial, N)
-        sum_blocks(partial, 0, blocks, dweight)
-        sum_blocks(partial, blocks, blocks, dbias)
+        sum_blocks(partial, blocks, dweight, dbias)
     else:
         partial = np.empty((task_count(N, 64), 2, C), np.float32)
         _backward_cpu(dy, x, weight, mean, rstd, dresidual, dx, dweight, dbias, partial)

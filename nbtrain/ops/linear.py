@@ -262,7 +262,7 @@ def _backward_weight(dy, x, dweight, dbias, accumulate):
             columns, blocks = column_grid("linear_dbias", N, M)
             partial = array_module(x).empty(blocks * M, np.float32)
             launch(sum_rows, (columns, blocks), (X, Y), dy, partial, N, M)
-            sum_blocks(partial, 0, blocks, dbias)
+            sum_blocks(partial, blocks, dbias)
     else:
         _backward_weight_cpu(dy, x, dweight, dbias, _shares(max(K, M)))
 

@@ -10,7 +10,7 @@ from nbtrain.device import FLOATS
 from nbtrain.device.fused_attention import fused_attention
 from nbtrain.device.nvidia import flash
 from nbtrain.device.nvidia.flash_backward import dkv_body, dq_body
-from nbtrain.device.nvidia.flash_forward import drifting_body, forward_body, pipelined_body
+from nbtrain.device.nvidia.flash_forward import forward_body, tall_body
 from nbtrain.errors import InvalidValue
 from tests.nvidia.warps import STORAGE, Memory, WarpTiles, run
 from tests.reference import attention, f64
@@ -56,7 +56,7 @@ def run_forward(body, storage, arch, B, T, H, D, group=3, **options):
     sm_scale = 1 / math.sqrt(D)
     tiles = WarpTiles(storage, arch)
     kernel, threads, shared = body(tiles, D, **options)
-    rows = 64 * options.get("W", 1)
+    rows = 128 if body is tall_body else 64 * options.get("W", 1)
     memory = Memory()
     at_qkv = memory.add(qkv)
     at_out = memory.add(np.full_like(dout, np.nan))
@@ -74,21 +74,16 @@ def run_forward(body, storage, arch, B, T, H, D, group=3, **options):
     "body, storage, arch, B, T, H, D, options",
     [
         (forward_body, "bf16", 90, 1, 128, 2, 64, {"W": 1, "whole": True}),
-        (forward_body, "f16", 90, 1, 197, 2, 64, {"W": 2, "q_in_registers": True}),
+        (forward_body, "f16", 90, 1, 197, 2, 64, {"W": 2}),
         (forward_body, "f16", 90, 2, 65, 2, 128, {"W": 1, "BN": 128}),
         (forward_body, "bf16", 90, 1, 70, 2, 80, {"W": 1}),
         (forward_body, "f16", 90, 1, 1, 1, 32, {"W": 1}),
         (forward_body, "f16", 80, 1, 130, 2, 64, {"W": 2}),
         (forward_body, "bf16", 80, 1, 67, 2, 96, {"W": 1}),
-        (pipelined_body, "bf16", 90, 1, 256, 2, 64, {"W": 2, "stages": 2, "whole": True}),
-        (pipelined_body, "f16", 90, 1, 333, 1, 64, {"W": 2, "stages": 3, "BN": 64, "overlap": True}),
-        (pipelined_body, "f16", 90, 1, 200, 2, 96,
-         {"W": 2, "stages": 2, "BN": 128, "q_in_registers": True, "overlap": True}),
-        (pipelined_body, "bf16", 90, 1, 63, 3, 80, {"W": 2, "stages": 3}),
-        (drifting_body, "bf16", 90, 1, 512, 1, 64, {"W": 2, "stages": 3, "whole": True}),
-        (drifting_body, "f16", 90, 1, 389, 1, 64, {"W": 2, "stages": 4, "overlap": True}),
-        (drifting_body, "f16", 90, 1, 512, 1, 64, {"W": 4, "stages": 4, "overlap": True}),
-        (drifting_body, "f16", 90, 1, 389, 1, 64, {"W": 2, "BN": 128, "stages": 3, "overlap": True}),
+        (tall_body, "bf16", 90, 1, 384, 2, 128, {"whole": True}),
+        (tall_body, "f16", 90, 1, 261, 1, 64, {}),
+        (tall_body, "f16", 90, 1, 193, 1, 96, {}),
+        (tall_body, "bf16", 90, 2, 63, 2, 80, {}),
     ],
 )  # fmt: skip
 def test_forward_is_exact_attention(body, storage, arch, B, T, H, D, options):
@@ -98,9 +93,8 @@ def test_forward_is_exact_attention(body, storage, arch, B, T, H, D, options):
 @pytest.mark.parametrize(
     "storage, arch, B, T, H, D, dq, dkv, whole",
     [
-        ("f16", 90, 1, 130, 1, 96, 1, 1, "in registers"),
-        ("bf16", 90, 1, 512, 1, 64, 2, 2, "drift"),
-        ("f16", 90, 1, 390, 1, 32, 2, 2, "drift"),
+        ("bf16", 90, 1, 256, 1, 64, 2, 2, True),
+        ("f16", 90, 1, 130, 1, 96, 1, 1, False),
         ("bf16", 90, 1, 128, 2, 64, 1, 1, True),
         ("f16", 90, 1, 197, 2, 64, 2, 2, False),
         ("f16", 90, 2, 65, 1, 128, 1, 1, False),
@@ -115,23 +109,18 @@ def test_backward_is_the_gradient(storage, arch, B, T, H, D, dq, dkv, whole):
     sm_scale = 1 / math.sqrt(D)
     out, lse, want = exact(qkv, H, sm_scale, dout)
     tiles, padded, sl = WarpTiles(storage, arch), -(-T // 128) * 128, np.float32(sm_scale * LOG2E)
-    options = {
-        "whole": whole is True,
-        "in_registers": whole == "in registers",
-        "stages": 4 * (whole == "drift"),
-    }
     memory = Memory()
     at_qkv, at_dout = memory.add(qkv), memory.add(dout)
     at_out, at_lse = memory.add(out.astype(STORAGE[storage])), memory.add(lse.astype(np.float32))
     at_stats = memory.add(np.full((2, B * H, padded), np.nan, np.float32))
     at_dqkv = memory.add(np.full_like(qkv, np.nan))
-    kernel, threads, shared = dq_body(tiles, D, W=dq, **options)
+    kernel, threads, shared = dq_body(tiles, D, W=dq, whole=whole)
     run(
         kernel, threads, shared, B * H * -(-T // (64 * dq)), tiles, memory,
         at_qkv, at_out, at_dout, at_lse, at_stats, at_dqkv, T, padded, H, B * H, 3, sl, np.float32(sm_scale),
         np.float32(-1 / sm_scale),
     )  # fmt: skip
-    kernel, threads, shared = dkv_body(tiles, D, W=dkv, **options)
+    kernel, threads, shared = dkv_body(tiles, D, W=dkv, whole=whole)
     run(
         kernel, threads, shared, B * H * -(-T // (64 * dkv)), tiles, memory,
         at_qkv, at_dout, at_stats, at_dqkv, T, padded, H, B * H, 3, sl, np.float32(sm_scale), np.float32(1),

@@ -42,16 +42,6 @@ class Block:
         self.memory, self.storage, self.arch, self.index = memory, STORAGE[storage], arch, index
         self.shared = np.full(shared_bytes, 0xFF, np.uint8)
         self.barrier = threading.Barrier(threads // 32)
-        self.warpgroup_barriers = [threading.Barrier(4) for _ in range(16)]
-        self.changed = threading.Condition()
-        self.phases: dict[int, list[int]] = {}  # address: [threads expected, arrived, phase]
-
-    def abort(self):
-        for barrier in (self.barrier, *self.warpgroup_barriers):
-            barrier.abort()
-        with self.changed:
-            self.phases.clear()
-            self.changed.notify_all()
 
 
 class Warp:
@@ -168,7 +158,7 @@ class Warp:
         address ^= ((address >> 7) & 7) << 4
         return self._from_bits(self.shared_memory.view(np.uint16)[address // 2])
 
-    def wgmma(self, products, wait=0, groups=False):
+    def wgmma(self, products, in_flight=0):
         results = []
         for p in products:
             start = int(np.broadcast_to(p.b, 32)[0])
@@ -250,7 +240,7 @@ class Warp:
     def commit(self):
         pass
 
-    fence_async = sync_warp = wait_all_copies = commit
+    fence_async = sync_warp = commit
 
     def wait(self, in_flight):
         pass
@@ -259,36 +249,6 @@ class Warp:
 
     def sync(self):
         self.block.barrier.wait()
-
-    def sync_warpgroup(self, barrier):
-        self.block.warpgroup_barriers[barrier].wait()
-
-    def barrier_init(self, address, offset, count):
-        self.block.phases[address + offset] = [count, 0, 0]
-
-    def barrier_wait(self, address, parity):
-        block = self.block
-        with block.changed:
-            assert block.changed.wait_for(
-                lambda: not block.phases or block.phases[address][2] & 1 != parity, 20
-            ), "hang"
-        if not block.phases:
-            raise threading.BrokenBarrierError
-
-    def _arrive(self, address, count):
-        with self.block.changed:
-            state = self.block.phases[address]
-            state[1] += count
-            assert state[1] <= state[0], "more arrivals than the barrier expects"
-            if state[1] == state[0]:
-                state[1:] = 0, state[2] + 1
-                self.block.changed.notify_all()
-
-    def barrier_arrive(self, address):
-        self._arrive(address, 1)
-
-    def barrier_arrive_copies(self, address):
-        self._arrive(address, 32)
 
 
 _current = threading.local()
@@ -340,7 +300,7 @@ def run(kernel, threads, shared_bytes, blocks, tiles, memory, *args):
                     kernel(*args)
             except BaseException as error:
                 errors.append(error)
-                block.abort()
+                block.barrier.abort()
 
         workers = [threading.Thread(target=body, args=(warp,)) for warp in range(threads // 32)]
         for worker in workers:

@@ -4,13 +4,13 @@ import pytest
 
 from nbtrain.device import SIMULATED, row_shape, tuned
 from nbtrain.errors import InvalidType, InvalidValue
-from nbtrain.ops.layernorm import layernorm_backward, layernorm_forward
+from nbtrain.ops.layernorm import BACKWARD_VECTORS, layernorm_backward, layernorm_forward
 from tests import reference
 from tests.helpers import assert_close, randn
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 # Rows around one eight, one warp of eights and a block; more rows than the persistent grid holds at once.
-_, ROWS = row_shape("layernorm_backward", 16, vectors=3)
+_, ROWS = row_shape("layernorm_backward", 16, vectors=BACKWARD_VECTORS)
 MANY = tuned("layernorm_backward")[1] * ROWS + 3
 SHAPES = [(1, 3), (3, 7), (2, 8), (2, 9), (3, 31), (2, 32), (2, 33), (3, 136), (MANY, 16)]
 GPT2_SHAPES = [(2048, 768), (300, 1600), (64, 8192), (5, 767)]

@@ -20,7 +20,7 @@ from nbtrain.device.arrays import aligned, array_module, bfloat16, expect
 from nbtrain.device.launching import launch
 from nbtrain.device.nvidia import kernel
 from nbtrain.device.nvidia.flash_backward import STATS_ROWS, dkv_body, dq_body
-from nbtrain.device.nvidia.flash_forward import drifting_body, forward_body, pipelined_body
+from nbtrain.device.nvidia.flash_forward import forward_body, tall_body
 from nbtrain.device.nvidia.ptx import Tiles
 from nbtrain.errors import InvalidValue
 
@@ -38,10 +38,11 @@ class Config(NamedTuple):
     warpgroups: int
     tile: int = 64
     blocks: int = 1
-    stages: int = 0  # of the pipeline; 0: the block goes from tile to tile in step
-    copying_warp: bool = False  # in the pipeline: a warp that only copies; else every thread copies
-    in_registers: bool = False  # what a block owns is read from shared memory once, not at each tile
-    overlap: bool = False  # of two products, in the pipeline
+    tall: bool = False  # a warpgroup has 128 rows, not 64
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.warpgroups * (1 + self.tall)
 
 
 # By instruction set, then by the largest head dimension that they suit.
@@ -99,7 +100,7 @@ def _suited(table, arch, D) -> Config:
 
 
 def _compiled(body, storage, arch, D, config: Config, **options):
-    function, threads, shared_bytes = body(Tiles(storage, arch), D, W=config.warpgroups, **options)
+    function, threads, shared_bytes = body(Tiles(storage, arch), D, **options)
     decorate = kernel(
         launch_bounds=(threads, config.blocks),
         fastmath=False,  # infinities mark what is masked
@@ -111,23 +112,19 @@ def _compiled(body, storage, arch, D, config: Config, **options):
 
 @functools.cache
 def forward_kernel(storage: str, arch: int, D: int, config: Config, whole: bool):
-    options = {"BN": config.tile, "whole": whole, "q_in_registers": config.in_registers}
-    if config.stages:
-        options |= {"stages": config.stages, "overlap": config.overlap}
-    body = pipelined_body if config.copying_warp else drifting_body if config.stages else forward_body
-    return _compiled(body, storage, arch, D, config, **options)
+    if config.tall:
+        return _compiled(tall_body, storage, arch, D, config, whole=whole)
+    return _compiled(forward_body, storage, arch, D, config, W=config.warpgroups, BN=config.tile, whole=whole)
 
 
 @functools.cache
 def dq_kernel(storage: str, arch: int, D: int, config: Config, whole: bool):
-    options = {"whole": whole, "in_registers": config.in_registers, "stages": config.stages}
-    return _compiled(dq_body, storage, arch, D, config, BN=config.tile, **options)
+    return _compiled(dq_body, storage, arch, D, config, W=config.warpgroups, BN=config.tile, whole=whole)
 
 
 @functools.cache
 def dkv_kernel(storage: str, arch: int, D: int, config: Config, whole: bool):
-    options = {"whole": whole, "in_registers": config.in_registers, "stages": config.stages}
-    return _compiled(dkv_body, storage, arch, D, config, **options)
+    return _compiled(dkv_body, storage, arch, D, config, W=config.warpgroups, whole=whole)
 
 
 def _group(heads: int, T: int, D: int, group_bytes: int) -> int:
@@ -151,7 +148,7 @@ def flash_forward(
     )
     arch = arch or current_instruction_set()
     config = config or _suited(FORWARD, arch, D)
-    rows, heads = 64 * config.warpgroups, B * H
+    rows, heads = config.rows, B * H
     whole = T % rows == 0 and T % config.tile == 0
     compiled, threads = forward_kernel(_STORAGE[qkv.dtype], arch, D, config, whole)
     launch(
@@ -200,7 +197,7 @@ def flash_backward(
 
 def backward_dq(qkv, out, dout, lse, stats, dqkv, H, sm_scale, arch, config, group) -> None:
     """The first half of `flash_backward`: dQ and `stats`."""
-    (B, T, C), rows = out.shape, 64 * config.warpgroups
+    (B, T, C), rows = out.shape, config.rows
     whole = T % rows == 0 and T % config.tile == 0
     compiled, threads = dq_kernel(_STORAGE[qkv.dtype], arch, C // H, config, whole)
     launch(
@@ -212,7 +209,7 @@ def backward_dq(qkv, out, dout, lse, stats, dqkv, H, sm_scale, arch, config, gro
 
 def backward_dkv(qkv, dout, stats, dqkv, H, sm_scale, arch, config, group) -> None:
     """The second half: dK and dV from `stats`."""
-    (B, T, C), rows = dout.shape, 64 * config.warpgroups
+    (B, T, C), rows = dout.shape, config.rows
     compiled, threads = dkv_kernel(_STORAGE[qkv.dtype], arch, C // H, config, T % rows == 0)
     launch(
         compiled, B * H * -(-T // rows), threads,

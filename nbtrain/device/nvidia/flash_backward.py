@@ -18,7 +18,6 @@ from nbtrain.device.nvidia.flash_tiles import (
     as_operand,
     copy_tile,
     keep_visible,
-    load_a,
     pick,
     products,
     store_tile,
@@ -29,34 +28,18 @@ from nbtrain.device.nvidia.ptx import ROW_BYTES
 STATS_ROWS = 128  # stats are padded to a multiple of this many rows
 
 
-def dq_body(
-    tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False, in_registers: bool = False, stages: int = 0
-):
-    """(kernel function, threads, bytes of shared memory): W warpgroups of queries, tiles of BN keys.
-
-    `in_registers`: Q and dO are read from shared memory once, not at each tile of keys. `stages`: 0, or
-    warpgroups drift apart as in the forward pass's `drifting_body`.
-    """
+def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False):
+    """(kernel function, threads, bytes of shared memory): W warpgroups of queries, tiles of BN keys."""
     BM, THREADS = 64 * W, 128 * W
     assert BM <= STATS_ROWS
     STRIDE = THREADS // 8
     KV, QB = tile_bytes(BN, D), tile_bytes(BM, D)
-    STAGE, KV0, SLOTS, DRIFT = 2 * KV, 2 * QB, stages or 2, stages > 0
-    assert not DRIFT or stages >= 3 and (W - 1) * 64 <= stages * BN
-    AHEAD = SLOTS - 2 if DRIFT else 1  # tiles
-    FULL = KV0 + SLOTS * STAGE
-    FREE = FULL + 8 * SLOTS
+    STAGE, KV0 = 2 * KV, 2 * QB
     KS, NS, NO = D // 16, BN // 2, D // 2
     q_panel, kv_panel = BM * ROW_BYTES, BN * ROW_BYTES
-    wgmma = tiles.arch >= 90
-    address, thread, block, uniform, udiv = (
-        tiles.address,
-        tiles.thread,
-        tiles.block,
-        tiles.uniform,
-        tiles.udiv,
-    )
-    sync, arrived = tiles.sync, tiles.arrived
+    address, thread, block, uniform, udiv, sync, arrived = (
+        tiles.address, tiles.thread, tiles.block, tiles.uniform, tiles.udiv, tiles.sync, tiles.arrived
+    )  # fmt: skip
 
     @tiles.op("-> i32")
     def shared(e):
@@ -71,40 +54,15 @@ def dq_body(
         copy_tile(e, target, q, q_step, left, chunk, BM, D, THREADS, whole)
         copy_tile(e, e.add(target, QB), dout, o_step, left, chunk, BM, D, THREADS, whole)
 
-    @tiles.op("i32, i64, i64, i64, i32, i32, i32")
-    def copy_kv(e, target, k, v, step, left, chunk, barrier):
+    @tiles.op("i32, i64, i64, i64, i32, i32")
+    def copy_kv(e, target, k, v, step, left, chunk):
         copy_tile(e, target, k, step, left, chunk, BN, D, THREADS, whole)
         copy_tile(e, e.add(target, KV), v, step, left, chunk, BN, D, THREADS, whole)
-        if DRIFT:
-            e.barrier_arrive_copies(barrier)
         e.commit()
-
-    @tiles.op("i32")
-    def init_barriers(e, sm):
-        for i in range(SLOTS):
-            e.barrier_init(sm, FULL + 8 * i, THREADS)
-            e.barrier_init(sm, FREE + 8 * i, 4 * W)
-
-    @tiles.op("i32, i32")
-    def wait(e, barrier, parity):
-        e.barrier_wait(barrier, parity)
-
-    @tiles.op("i32, i32")
-    def wait_tile(e, barrier, parity):
-        e.barrier_wait(barrier, parity)
-        e.fence_async()
-
-    @tiles.op("i32")
-    def free(e, barrier):
-        e.barrier_arrive(barrier)
-
-    @tiles.op("i32")
-    def sync_warpgroup(e, barrier):
-        e.sync_warpgroup(barrier)
 
     @tiles.op("")
     def visible(e):
-        if wgmma:
+        if e.arch >= 90:
             e.fence_async()
 
     @tiles.op("i64, i64, i64, i64, i64, i64, i32, f32 -> f32*2, f32*2")
@@ -141,13 +99,7 @@ def dq_body(
     def zeros(e):
         return [e.f(0.0)] * NO
 
-    operand = f"u32*{4 * KS}" if in_registers else "i32"
-
-    @tiles.op(f"i32 -> {operand}")
-    def rows(e, address):
-        return load_a(e, address, KS, q_panel) if in_registers else address
-
-    @tiles.op(f"{operand}, i32, {operand}, i32, f32*2 -> f32*{NS}, f32*{NS}")
+    @tiles.op(f"i32, i32, i32, i32, f32*2 -> f32*{NS}, f32*{NS}")
     def scores_and_dp(e, q, k, dout, v, nd):
         return products(
             e,
@@ -199,22 +151,7 @@ def dq_body(
             T - q0 - row,
             chunk,
         )
-        if DRIFT:
-            if warp == 0:
-                init_barriers(sm)
-            sync()
-        last = min(q0 + BM, T)
-        load0 = 0
-        load_slot = 0
-        load_phase = 1
-        while load0 < min(last, AHEAD * BN):
-            copy_kv(
-                target + KV0 + load_slot * STAGE, k_source, k_source + orow, step, T - load0 - row, chunk,
-                sm + FULL + 8 * load_slot,
-            )  # fmt: skip
-            k_source += BN * stride
-            load0 += BN
-            load_slot += 1
+        copy_kv(target + KV0, k_source, k_source + orow, step, T - row, chunk)
         g0 = q0 + (warp >> 2) * 64
         w0 = q0 + warp * 16
         r0 = w0 + (lane >> 2)
@@ -226,86 +163,48 @@ def dq_body(
             address(lse) + (bh * T + r0) * 4,
             nl_row, nl_row + heads * padded * 4, T - r0, minus_inverse_scale,
         )  # fmt: skip
-        arrived()
-        visible()
-        sync()
-        q = rows(sm + (warp >> 2) * (64 * ROW_BYTES))
-        do = rows(sm + QB + (warp >> 2) * (64 * ROW_BYTES))
+        q = sm + (warp >> 2) * (64 * ROW_BYTES)
+        do = q + QB
         acc = zeros()
+        last = min(q0 + BM, T)
         k0 = 0
-        slot = 0
-        phase = 0
+        stage = 0
         while k0 < last:
-            if not DRIFT:
-                arrived()
-                visible()
-                sync()
-            if load0 < last:
-                if DRIFT:
-                    wait(sm + FREE + 8 * load_slot, load_phase)
-                else:
-                    load_slot = slot ^ 1
-                copy_kv(
-                    target + KV0 + load_slot * STAGE, k_source, k_source + orow, step, T - load0 - row, chunk,
-                    sm + FULL + 8 * load_slot,
-                )  # fmt: skip
+            arrived()
+            visible()
+            sync()
+            if k0 + BN < last:
                 k_source += BN * stride
-                load0 += BN
-                load_slot += 1
-                if load_slot == SLOTS:
-                    load_slot = 0
-                    load_phase ^= 1
+                copy_kv(
+                    target + KV0 + (STAGE - stage), k_source, k_source + orow, step, T - k0 - BN - row, chunk
+                )  # fmt: skip
             if k0 <= g0 + 63:
-                if DRIFT:
-                    wait_tile(sm + FULL + 8 * slot, phase)
-                kv = sm + KV0 + slot * STAGE
+                kv = sm + KV0 + stage
                 s, dp = scores_and_dp(q, kv, do, kv + KV, nd)
                 if k0 + (BN - 1) > g0:
                     s = mask(s, diff - k0)
                 acc = add_dq(acc, s, dp, nl, sl, kv)
-                if DRIFT:
-                    free(sm + FREE + 8 * slot)
-            slot += 1
-            if slot == SLOTS:
-                slot = 0
-                phase ^= 1
+            stage = STAGE - stage
             k0 += BN
-        if DRIFT:
-            sync_warpgroup(1 + (warp >> 2))
-        else:
-            sync()
+        sync()
         gradient = address(dqkv) + (b * T + w0 + (lane >> 3)) * stride + h * (2 * D) + (lane & 7) * 16
         store(acc, scale, sm + warp * (16 * ROW_BYTES), gradient, stride * 4, T - w0 - (lane >> 3))
 
-    return flash_backward_dq, THREADS, FREE + 8 * SLOTS
+    return flash_backward_dq, THREADS, KV0 + 2 * STAGE
 
 
-def dkv_body(tiles, D: int, W: int = 1, whole: bool = False, in_registers: bool = False, stages: int = 0):
-    """(kernel function, threads, bytes of shared memory): W warpgroups of keys, tiles of 64 queries.
-
-    `in_registers`: K and V are read from shared memory once, not at each tile of queries. `stages`: as in
-    `dq_body`.
-    """
+def dkv_body(tiles, D: int, W: int = 1, whole: bool = False):
+    """(kernel function, threads, bytes of shared memory): W warpgroups of keys, tiles of 64 queries."""
     BK, BQ, THREADS = 64 * W, 64, 128 * W
     STRIDE = THREADS // 8
     KB, QB = tile_bytes(BK, D), tile_bytes(BQ, D)
-    STAGE, ST0, SLOTS, DRIFT = 2 * QB, 2 * KB, stages or 2, stages > 0
-    assert not DRIFT or stages >= 3
-    AHEAD = SLOTS - 2 if DRIFT else 1  # tiles
-    STATS = ST0 + SLOTS * STAGE  # a stage: 64 times -lse / sm_scale and 64 times -delta
-    FULL = STATS + SLOTS * 512
-    FREE = FULL + 8 * SLOTS
+    STAGE, ST0 = 2 * QB, 2 * KB
+    STATS = ST0 + 2 * STAGE  # for each stage 64 times -lse / sm_scale and 64 times -delta
     KS, NS, NO = D // 16, BQ // 2, D // 2
     k_panel, q_panel = BK * ROW_BYTES, BQ * ROW_BYTES
-    wgmma = tiles.arch >= 90
-    address, thread, block, uniform, udiv = (
-        tiles.address,
-        tiles.thread,
-        tiles.block,
-        tiles.uniform,
-        tiles.udiv,
-    )
-    sync, arrived = tiles.sync, tiles.arrived
+    address, thread, block, uniform, udiv, sync, arrived = (
+        tiles.address, tiles.thread, tiles.block, tiles.uniform, tiles.udiv, tiles.sync, tiles.arrived
+    )  # fmt: skip
 
     @tiles.op("-> i32")
     def shared(e):
@@ -320,54 +219,23 @@ def dkv_body(tiles, D: int, W: int = 1, whole: bool = False, in_registers: bool 
         copy_tile(e, target, k, step, left, chunk, BK, D, THREADS, whole)
         copy_tile(e, e.add(target, KB), v, step, left, chunk, BK, D, THREADS, whole)
 
-    @tiles.op("i32, i64, i64, i64, i64, i32, i32, i32, i64, i32")
-    def copy_q(e, target, q, q_step, dout, o_step, left, chunk, stats_target, stats, barrier):
+    @tiles.op("i32, i64, i64, i64, i64, i32, i32, i32, i64")
+    def copy_q(e, target, q, q_step, dout, o_step, left, chunk, stats_target, stats):
         copy_tile(e, target, q, q_step, left, chunk, BQ, D, THREADS, whole)
         copy_tile(e, e.add(target, QB), dout, o_step, left, chunk, BQ, D, THREADS, whole)
         e.copy16(stats_target, 0, stats, 0, if_gt=(e.sub(e.i(32), e.thread()), 0))
-        if DRIFT:
-            e.barrier_arrive_copies(barrier)
         e.commit()
-
-    @tiles.op("i32")
-    def init_barriers(e, sm):
-        for i in range(SLOTS):
-            e.barrier_init(sm, FULL + 8 * i, THREADS)
-            e.barrier_init(sm, FREE + 8 * i, 4 * W)
-
-    @tiles.op("i32, i32")
-    def wait(e, barrier, parity):
-        e.barrier_wait(barrier, parity)
-
-    @tiles.op("i32, i32")
-    def wait_tile(e, barrier, parity):
-        e.barrier_wait(barrier, parity)
-        e.fence_async()
-
-    @tiles.op("i32")
-    def free(e, barrier):
-        e.barrier_arrive(barrier)
-
-    @tiles.op("i32")
-    def sync_warpgroup(e, barrier):
-        e.sync_warpgroup(barrier)
 
     @tiles.op("")
     def visible(e):
-        if wgmma:
+        if e.arch >= 90:
             e.fence_async()
 
     @tiles.op(f"-> f32*{NO}")
     def zeros(e):
         return [e.f(0.0)] * NO
 
-    operand = f"u32*{4 * KS}" if in_registers else "i32"
-
-    @tiles.op(f"i32 -> {operand}")
-    def rows(e, address):
-        return load_a(e, address, KS, k_panel) if in_registers else address
-
-    @tiles.op(f"{operand}, i32, {operand}, i32, i32 -> f32*{NS}, f32*{NS}")
+    @tiles.op(f"i32, i32, i32, i32, i32 -> f32*{NS}, f32*{NS}")
     def scores_and_dp(e, k, q, v, dout, stats):
         """S^T - lse / sm_scale and dP^T - delta: both constants belong to a query, here a column."""
 
@@ -430,83 +298,43 @@ def dkv_body(tiles, D: int, W: int = 1, whole: bool = False, in_registers: bool 
         stats_source += key0 * 4
         k_source = source + orow
         copy_kv(target, k_source, k_source + orow, step, T - key0 - row, chunk)
-        if DRIFT:
-            if warp == 0:
-                init_barriers(sm)
-            sync()
-        load0 = key0
-        load_slot = 0
-        load_phase = 1
-        while load0 < min(T, key0 + AHEAD * BQ):
-            copy_q(
-                target + ST0 + load_slot * STAGE, source, step, d_source, orow * STRIDE,
-                T - load0 - row, chunk, stats_target + 512 * load_slot, stats_source,
-                sm + FULL + 8 * load_slot,
-            )  # fmt: skip
-            source += BQ * stride
-            d_source += BQ * orow
-            stats_source += 4 * BQ
-            load0 += BQ
-            load_slot += 1
+        copy_q(
+            target + ST0, source, step, d_source, orow * STRIDE, T - key0 - row, chunk, stats_target, stats_source
+        )  # fmt: skip
         wk0 = key0 + warp * 16
         g0 = key0 + (warp >> 2) * 64
         diff = 2 * (lane & 3) - (lane >> 2) - wk0
-        arrived()
-        visible()
-        sync()
-        k = rows(sm + (warp >> 2) * (64 * ROW_BYTES))
-        v = rows(sm + KB + (warp >> 2) * (64 * ROW_BYTES))
+        k = sm + (warp >> 2) * (64 * ROW_BYTES)
+        v = k + KB
         dk = zeros()
         dv = zeros()
         q0 = key0
         slot = 0
-        phase = 0
         while q0 < T:
-            if not DRIFT:
-                arrived()
-                visible()
-                sync()
-            if load0 < T:
-                if DRIFT:
-                    wait(sm + FREE + 8 * load_slot, load_phase)
-                else:
-                    load_slot = slot ^ 1
-                copy_q(
-                    target + ST0 + load_slot * STAGE, source, step, d_source, orow * STRIDE,
-                    T - load0 - row, chunk, stats_target + 512 * load_slot, stats_source,
-                    sm + FULL + 8 * load_slot,
-                )  # fmt: skip
+            arrived()
+            visible()
+            sync()
+            if q0 + BQ < T:
                 source += BQ * stride
                 d_source += BQ * orow
                 stats_source += 4 * BQ
-                load0 += BQ
-                load_slot += 1
-                if load_slot == SLOTS:
-                    load_slot = 0
-                    load_phase ^= 1
+                copy_q(
+                    target + ST0 + (slot ^ 1) * STAGE, source, step, d_source, orow * STRIDE,
+                    T - q0 - BQ - row, chunk, stats_target + (slot ^ 1) * 512, stats_source,
+                )  # fmt: skip
             if q0 + 63 >= g0:
-                if DRIFT:
-                    wait_tile(sm + FULL + 8 * slot, phase)
                 q = sm + ST0 + slot * STAGE
-                s, dp = scores_and_dp(k, q, v, q + QB, sm + STATS + 512 * slot + (lane & 3) * 8)
+                s, dp = scores_and_dp(k, q, v, q + QB, sm + STATS + slot * 512 + (lane & 3) * 8)
                 p = probabilities(s, sl)
                 if q0 < g0 + 63:
                     p = mask(p, diff + q0)
                 dv, dk = add_dv_dk(dv, p, q + QB, dk, dp, q)
-            if DRIFT:
-                free(sm + FREE + 8 * slot)
-            slot += 1
-            if slot == SLOTS:
-                slot = 0
-                phase ^= 1
+            slot ^= 1
             q0 += BQ
-        if DRIFT:
-            sync_warpgroup(1 + (warp >> 2))
-        else:
-            sync()
+        sync()
         gradient = address(dqkv) + (b * T + wk0 + (lane >> 3)) * stride + h * (2 * D) + (lane & 7) * 16
         left = T - wk0 - (lane >> 3)
         store(dk, scale, sm + warp * (16 * ROW_BYTES), gradient + orow, stride * 4, left)
         store(dv, one, sm + KB + warp * (16 * ROW_BYTES), gradient + 2 * orow, stride * 4, left)
 
-    return flash_backward_dkv, THREADS, FREE + 8 * SLOTS
+    return flash_backward_dkv, THREADS, STATS + 2 * 512

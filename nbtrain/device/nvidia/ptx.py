@@ -201,11 +201,11 @@ class Emitter:
         layout = ir.Constant(I64, (max(panel, 16) >> 4) << 16 | (1024 >> 4) << 32 | 1 << 62)
         return self.builder.or_(self.builder.zext(start, I64), layout)
 
-    def wgmma(self, products, wait: int | None = 0, groups: bool = False):
-        """The accumulators of each product, all in flight together.
+    def wgmma(self, products, in_flight: int = 0):
+        """The accumulators of each product, all begun together.
 
-        `wait` is how many of them may be in flight still on return (`groups`: each is a group of its
-        own), None for no wait; `wgmma_wait` finishes the rest.
+        The last `in_flight` of them may still be computed on return: until `wgmma_wait` neither those
+        accumulators nor registers of A may be touched.
         """
         s = self.storage
         n_out = sum(p.n // 2 for p in products)
@@ -241,14 +241,12 @@ class Emitter:
                 else:
                     text.append(f"add.s64 da, ${a}, {p.a_offset(k) >> 4};")
                     text.append(f"{issue}da, db, {accumulate}, 1, 1, 0, {int(p.by_rows_of_k)};")
-            if groups:
+            if in_flight:
                 text.append("wgmma.commit_group.sync.aligned;")
             first += p.n // 2
-        if not groups:
+        if not in_flight:
             text.append("wgmma.commit_group.sync.aligned;")
-        if wait is not None:
-            text.append(f"wgmma.wait_group.sync.aligned {wait};")
-        text.append("}")
+        text.append(f"wgmma.wait_group.sync.aligned {in_flight}; }}")
         constraints.append("~{memory}")
         result = iter(self.asm([F32] * n_out, "\n".join(text), ",".join(constraints), values, True, True))
         return [[next(result) for _ in range(p.n // 2)] for p in products]
@@ -356,9 +354,6 @@ class Emitter:
     def wait(self, in_flight: int):
         self.asm(None, f"cp.async.wait_group {in_flight};", "~{memory}", [], True)
 
-    def wait_all_copies(self):
-        self.asm(None, "cp.async.wait_all;", "~{memory}", [], True)
-
     # -- barriers
 
     def sync_warp(self):
@@ -366,34 +361,6 @@ class Emitter:
 
     def sync(self):
         self.asm(None, "bar.sync 0;", "~{memory}", [], True, True)
-
-    def sync_warpgroup(self, barrier):
-        self.asm(None, "bar.sync $0, 128;", "r,~{memory}", [barrier], True, True)
-
-    def barrier_init(self, address, offset: int, count: int):
-        self.asm(
-            None, f"mbarrier.init.shared::cta.b64 [$0+{offset}], {count};", "r,~{memory}", [address], True
-        )
-
-    def barrier_wait(self, address, parity):
-        """Until the phase of this parity is over; a barrier begins as if one of parity 1 were."""
-        text = (
-            "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
-            "@p bra done; bra again; done: }"
-        )
-        self.asm(None, text, "r,r,~{memory}", [address, parity], True, True)
-
-    def barrier_arrive(self, address):
-        """One arrival a warp, by its first lane."""
-        text = (
-            "{ .reg .pred p; .reg .b32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; "
-            "@p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
-        )
-        self.asm(None, text, "r,~{memory}", [address], True, True)
-
-    def barrier_arrive_copies(self, address):
-        """One arrival a thread, once the copies that it has issued are done."""
-        self.asm(None, "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "r,~{memory}", [address], True)
 
 
 # ----------------------------------------------------------------------------
