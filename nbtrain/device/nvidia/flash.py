@@ -20,7 +20,7 @@ from nbtrain.device.arrays import aligned, array_module, bfloat16, expect
 from nbtrain.device.launching import launch
 from nbtrain.device.nvidia import kernel
 from nbtrain.device.nvidia.flash_backward import STATS_ROWS, dkv_body, dq_body
-from nbtrain.device.nvidia.flash_forward import forward_body, tall_body
+from nbtrain.device.nvidia.flash_forward import forward_body, ring_body, tall_body
 from nbtrain.device.nvidia.ptx import Tiles
 from nbtrain.errors import InvalidValue
 
@@ -38,11 +38,11 @@ class Config(NamedTuple):
     warpgroups: int
     tile: int = 64
     blocks: int = 1
-    tall: bool = False  # a warpgroup has 128 rows, not 64
+    form: str = "step"  # of the forward kernel: step, ring or tall
 
     @property
     def rows(self) -> int:
-        return 64 * self.warpgroups * (1 + self.tall)
+        return 64 * self.warpgroups * (1 + (self.form == "tall"))
 
 
 # By instruction set, then by the largest head dimension that they suit.
@@ -112,8 +112,9 @@ def _compiled(body, storage, arch, D, config: Config, **options):
 
 @functools.cache
 def forward_kernel(storage: str, arch: int, D: int, config: Config, whole: bool):
-    if config.tall:
-        return _compiled(tall_body, storage, arch, D, config, whole=whole)
+    if config.form != "step":
+        body = {"ring": ring_body, "tall": tall_body}[config.form]
+        return _compiled(body, storage, arch, D, config, whole=whole)
     return _compiled(forward_body, storage, arch, D, config, W=config.warpgroups, BN=config.tile, whole=whole)
 
 
@@ -153,7 +154,8 @@ def flash_forward(
     compiled, threads = forward_kernel(_STORAGE[qkv.dtype], arch, D, config, whole)
     launch(
         compiled, heads * -(-T // rows), threads,
-        qkv, out, lse, T, H, heads, _group(heads, T, D, group_bytes or FORWARD_GROUP), np.float32(sm_scale * LOG2E),
+        qkv, out, lse, T, H, heads, _group(heads, T, D, group_bytes or FORWARD_GROUP),
+        np.float32(sm_scale * LOG2E),
     )  # fmt: skip
 
 

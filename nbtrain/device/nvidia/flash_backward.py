@@ -299,7 +299,8 @@ def dkv_body(tiles, D: int, W: int = 1, whole: bool = False):
         k_source = source + orow
         copy_kv(target, k_source, k_source + orow, step, T - key0 - row, chunk)
         copy_q(
-            target + ST0, source, step, d_source, orow * STRIDE, T - key0 - row, chunk, stats_target, stats_source
+            target + ST0, source, step, d_source, orow * STRIDE, T - key0 - row, chunk,
+            stats_target, stats_source,
         )  # fmt: skip
         wk0 = key0 + warp * 16
         g0 = key0 + (warp >> 2) * 64
