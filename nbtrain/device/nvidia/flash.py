@@ -95,7 +95,8 @@ def current_instruction_set() -> int:
     return instruction_set(device_capability(runtime.getDevice()))
 
 
-def _suited(table, arch, D) -> Config:
+def suited(table, arch: int, D: int) -> Config:
+    """The table's choice for a head dimension."""
     return next(config for largest, config in table[arch].items() if D <= largest)
 
 
@@ -128,7 +129,8 @@ def dkv_kernel(storage: str, arch: int, D: int, config: Config, whole: bool):
     return _compiled(dkv_body, storage, arch, D, config, W=config.warpgroups, whole=whole)
 
 
-def _group(heads: int, T: int, D: int, group_bytes: int) -> int:
+def group_of_heads(heads: int, T: int, D: int, group_bytes: int) -> int:
+    """How many heads run together where what they read again may take `group_bytes`."""
     per_head = T * D * 4  # two 16-bit tensors
     return max(1, min(heads, group_bytes // per_head))
 
@@ -148,13 +150,13 @@ def flash_forward(
         "flash_forward", "qkv (B, T, C3), out (B, T, C), lse (B, H, T) fp32", H, qkv, out, lse
     )
     arch = arch or current_instruction_set()
-    config = config or _suited(FORWARD, arch, D)
+    config = config or suited(FORWARD, arch, D)
     rows, heads = config.rows, B * H
     whole = T % rows == 0 and T % config.tile == 0
     compiled, threads = forward_kernel(_STORAGE[qkv.dtype], arch, D, config, whole)
     launch(
         compiled, heads * -(-T // rows), threads,
-        qkv, out, lse, T, H, heads, _group(heads, T, D, group_bytes or FORWARD_GROUP),
+        qkv, out, lse, T, H, heads, group_of_heads(heads, T, D, group_bytes or FORWARD_GROUP),
         np.float32(sm_scale * LOG2E),
     )  # fmt: skip
 
@@ -188,12 +190,12 @@ def flash_backward(
     expect("flash_backward", f"stats {stats_shape(B, T, H)} fp32", stats)
     arch = arch or current_instruction_set()
     backward_dq(
-        qkv, out, dout, lse, stats, dqkv, H, sm_scale, arch, dq or _suited(BACKWARD_DQ, arch, D),
-        _group(B * H, T, D, group_bytes or DQ_GROUP),
+        qkv, out, dout, lse, stats, dqkv, H, sm_scale, arch, dq or suited(BACKWARD_DQ, arch, D),
+        group_of_heads(B * H, T, D, group_bytes or DQ_GROUP),
     )  # fmt: skip
     backward_dkv(
-        qkv, dout, stats, dqkv, H, sm_scale, arch, dkv or _suited(BACKWARD_DKV, arch, D),
-        _group(B * H, T, D, group_bytes or DKV_GROUP),
+        qkv, dout, stats, dqkv, H, sm_scale, arch, dkv or suited(BACKWARD_DKV, arch, D),
+        group_of_heads(B * H, T, D, group_bytes or DKV_GROUP),
     )  # fmt: skip
 
 

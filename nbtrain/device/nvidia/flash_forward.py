@@ -202,8 +202,8 @@ def ring_body(tiles, D: int, whole: bool = False):
     Q = tile_bytes(BM, D)
     KS, NS, NO, PANEL_BYTES = D // 16, BN // 2, D // 2, BN * ROW_BYTES
     begin, mask, softmax, finish = _routines(tiles, D, BM, BN, whole)
-    address, thread, block, uniform, udiv, sync = (
-        tiles.address, tiles.thread, tiles.block, tiles.uniform, tiles.udiv, tiles.sync
+    address, thread, block, uniform, udiv, sync, commit = (
+        tiles.address, tiles.thread, tiles.block, tiles.uniform, tiles.udiv, tiles.sync, tiles.commit
     )  # fmt: skip
 
     @tiles.op("-> i32")
@@ -217,10 +217,6 @@ def ring_body(tiles, D: int, whole: bool = False):
     @tiles.op("i32, i64, i64, i32, i32")
     def copy(e, target, source, step, left, chunk):
         copy_tile(e, target, source, step, left, chunk, BN, D, THREADS, whole)
-
-    @tiles.op("")
-    def commit(e):
-        e.commit()
 
     @tiles.op("")
     def all_but_the_last_arrived(e):
