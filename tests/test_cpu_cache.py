@@ -3,9 +3,12 @@
 import importlib.util
 import sys
 import textwrap
+import threading
 
 import numpy as np
 import pytest
+
+from nbtrain.device.cpu import _CacheFiles
 
 HELPER = """
     from nbtrain.device import njit
@@ -57,3 +60,36 @@ def test_code_expires_with_the_functions_that_it_calls(fresh):
     assert run(fresh, 1) == ([1, 1, 1], 0)
     assert run(fresh, 1) == ([1, 1, 1], 1)
     assert run(fresh, 2) == ([2, 2, 2], 0)
+
+
+def test_code_saved_by_several_processes_at_once_stays_with_its_key(tmp_path):
+    """numba's own cache files mix it up: what is loaded then runs on arguments of other types."""
+    writers, rounds = 4, 50
+    start = threading.Barrier(writers)
+
+    def save(writer):
+        for n in range(rounds):
+            start.wait()
+            _CacheFiles(tmp_path, f"f{n}", "stamp").save(("key", writer), writer)
+
+    threads = [threading.Thread(target=save, args=(writer,)) for writer in range(writers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for n in range(rounds):
+        found = [_CacheFiles(tmp_path, f"f{n}", "stamp").load(("key", writer)) for writer in range(writers)]
+        assert found == list(range(writers))
+    assert not list(tmp_path.glob("*.tmp*"))
+
+
+def test_code_of_other_sources_or_another_key_is_not_loaded(tmp_path, monkeypatch):
+    files = _CacheFiles(tmp_path, "f", "new")
+    _CacheFiles(tmp_path, "f", "old").save("key", b"old")
+    assert files.load("key") is None
+    files.save("key", b"new")
+    assert files.load("key") == b"new"
+    monkeypatch.setattr(_CacheFiles, "_path", lambda self, key: next(tmp_path.glob("f.*")))  # hashes collide
+    assert files.load("another key") is None
+    files.flush()
+    assert not list(tmp_path.iterdir())

@@ -15,6 +15,7 @@ import hashlib
 import importlib.metadata
 import inspect
 import os
+import pickle
 import stat
 import threading
 from pathlib import Path
@@ -28,11 +29,12 @@ import scipy
 import scipy.linalg.cython_blas  # noqa: F401  brings the BLAS whose threads are limited below
 from llvmlite import ir
 from numba import njit, prange, types
-from numba.core import caching, cgutils
+from numba.core import caching, cgutils, serialize
 from numba.extending import get_cython_function_address, intrinsic
 from threadpoolctl import ThreadpoolController
 
 from nbtrain.errors import Unavailable
+from nbtrain.files import write_atomically
 
 __all__ = [
     "add_rows", "exp", "fill", "larger", "mm", "njit", "prange", "routine", "span", "task_count", "twin",
@@ -137,12 +139,51 @@ class _CacheLocator:
         return str(self._line)
 
 
+class _CacheFiles:
+    """One file for each signature of a function, whole or absent, with the key and the source stamp inside.
+
+    numba's own files are an index and numbered code: of two processes that save at once, both may take one
+    number, and the index then names the other signature's code, which runs on arguments of the wrong types.
+    """
+
+    def __init__(self, folder, name, stamp):
+        self._folder, self._name, self._of = Path(folder), name, (numba.__version__, stamp)
+
+    def _path(self, key) -> Path:
+        return self._folder / f"{self._name}.{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.nbc"
+
+    def save(self, key, data) -> None:
+        # Two parts: the second can be read only by the numba version that the first one names.
+        content = pickle.dumps(self._of) + serialize.dumps((key, data))
+        write_atomically(self._path(key), lambda file: file.write(content))
+
+    def load(self, key):
+        try:
+            with open(self._path(key), "rb") as file:
+                if pickle.load(file) == self._of:
+                    found, data = pickle.load(file)
+                    return data if found == key else None
+        except FileNotFoundError:
+            pass
+        return None
+
+    def flush(self) -> None:
+        for path in self._folder.glob(f"{self._name}.*.nbc"):
+            path.unlink(missing_ok=True)
+
+
 class _CacheImpl(caching.CompileResultCacheImpl):
     _locator_classes = [_CacheLocator]
 
 
 class _Cache(caching.FunctionCache):
     _impl_class = _CacheImpl
+
+    def __init__(self, function):
+        super().__init__(function)
+        self._cache_file = _CacheFiles(
+            self.cache_path, self._impl.filename_base, self._impl.locator.get_source_stamp()
+        )
 
 
 def _compile(function, **options):

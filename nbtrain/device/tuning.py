@@ -9,7 +9,7 @@ from nbtrain.device.backend import SIMULATED
 BLOCKS = {
     # op: (threads a block, blocks of a persistent grid; 0 where the grid follows the size)
     "layernorm_forward": (192, 0),
-    "layernorm_backward": (256, 264),
+    "layernorm_backward": (384, 396),
     "sum_blocks": (512, 0),
     "linear_bias": (256, 0),
     "linear_dbias": (256, 1056),

@@ -38,8 +38,8 @@ from nbtrain.device.cpu import span, task_count
 from nbtrain.device.reduce import sum_blocks
 
 ZERO, ONE = np.float32(0), np.float32(1)
-BACKWARD_VECTORS = 3  # eights of a row that a thread of the backward kernel holds, at least
-BACKWARD_RESIDENT = 512  # its threads on a multiprocessor: fewer registers would spill
+BACKWARD_VECTORS = 1  # eights of a row that a thread of the backward kernel holds, at most, where T allows it
+BACKWARD_RESIDENT = 1152  # its threads on a multiprocessor, which leaves each 56 registers; ragged rows need more
 
 # ----------------------------------------------------------------------------
 # GPU kernels
@@ -115,7 +115,9 @@ def _backward_kernel(C: int, aligned: bool, with_dresidual: bool):
     load8, store8 = row_access(aligned)
     row_sum = block_sum(T, R)
 
-    @kernel(launch_bounds=(T * R, max(1, BACKWARD_RESIDENT // (T * R))))
+    resident = BACKWARD_RESIDENT if aligned else BACKWARD_RESIDENT * 2 // 3
+
+    @kernel(launch_bounds=(T * R, max(1, resident // (T * R))))
     def layernorm_backward(dy, x, weight, mean, rstd, dresidual, dx, partial, N):
         lane, y = cuda.threadIdx.x, cuda.threadIdx.y
         buf = cuda.shared.array((R, C), float32)
