@@ -81,6 +81,23 @@ def expect(op: str, spec: str, *arrays, hint: str = "") -> tuple[int, ...]:
     is absent. All arrays must be C-contiguous and on one device. Raises InvalidValue or InvalidType with the
     whole picture.
     """
+    # A step asks the same thing hundreds of times: what was found right once is looked up.
+    try:
+        key = spec, *[None if x is None else (type(x), x.shape, x.dtype, x.flags.c_contiguous) for x in arrays]
+        found = _expected.get(key)
+    except AttributeError:  # something that is no array; said below
+        key, found = None, None
+    if found is None:
+        found = _expect(op, spec, arrays, hint)
+        if key is not None and len(_expected) < 10_000:
+            _expected[key] = found
+    return found
+
+
+_expected: dict[tuple, tuple[int, ...]] = {}
+
+
+def _expect(op: str, spec: str, arrays, hint: str) -> tuple[int, ...]:
     names: dict[str, int] = {}
     module, storage = None, None
     for (name, dims, kind), x in zip(_parse(spec), arrays, strict=True):

@@ -256,7 +256,7 @@ def _blas_controllers():
 
 
 @contextlib.contextmanager
-def one_blas_thread():
+def _one_blas_thread():
     """Keeps the BLAS inside twins to one thread while they run, and leaves it as it was."""
     before = [(lib, lib.num_threads) for lib in _blas_controllers()]
     before = [(lib, n) for lib, n in before if n != 1]
@@ -277,12 +277,14 @@ def _is_16_bit(x) -> bool:
     return isinstance(x, np.ndarray) and x.dtype.itemsize == 2
 
 
-def twin(*, writes: str):
+def twin(*, writes: str, blas: bool = False):
     """Compiles a CPU twin: a numba function over fp32 arrays, parallel where it says `prange`.
 
     `writes` names the parameters that it writes (they may be read, too). 16-bit arrays, fp16 or bfloat16, are
     widened to fp32 before the call, and those it writes are rounded afterwards, to nearest, ties to even.
+    `blas` says that it calls `mm`.
     """
+    alone = _one_blas_thread if blas else contextlib.nullcontext
 
     def decorate(function):
         compiled = _compile(function, parallel=ONLY_PRANGE)
@@ -291,7 +293,7 @@ def twin(*, writes: str):
 
         @functools.wraps(function)
         def run(*args):
-            with _pool, one_blas_thread():
+            with _pool, alone():
                 if not any(map(_is_16_bit, args)):
                     return compiled(*args)
                 wide = [x.astype(F) if _is_16_bit(x) else x for x in args]

@@ -99,7 +99,7 @@ def _backward_gpu(dy, qkv, H, sm_scale, drop, dqkv):
 # CPU twins
 
 
-@twin(writes="y lse")
+@twin(writes="y lse", blas=True)
 def _forward_cpu(qkv, H, sm_scale, y, lse, rng, site, first, threshold, keep_scale, scores, bits):
     """scores (tasks, QUERIES, T), bits (tasks, T + BITS_ROOM)."""
     B, T, C = y.shape
@@ -138,7 +138,7 @@ def _forward_cpu(qkv, H, sm_scale, y, lse, rng, site, first, threshold, keep_sca
                 mm(p, v[:hi], o[lo:hi], ONE, ZERO)
 
 
-@twin(writes="dqkv")
+@twin(writes="dqkv", blas=True)
 def _backward_cpu(
     dy, qkv, y, lse, H, sm_scale, dqkv, rng, site, first, threshold, keep_scale, scores, gradients, bits
 ):

@@ -114,7 +114,7 @@ def _shares(n: int) -> int:
     return max(task_count(n, 64, 2), task_count(n, 192, 4), task_count(n, 512))
 
 
-@twin(writes="out")
+@twin(writes="out", blas=True)
 def _product_cpu(a, b, bias, out, beta, tasks, by_rows):
     """out = a @ b + beta * out, or a @ b + bias; a task takes rows or columns of out and calls BLAS."""
     M, N = out.shape
@@ -129,7 +129,7 @@ def _product_cpu(a, b, bias, out, beta, tasks, by_rows):
         mm(a[top:bottom], b[:, left:right], out[top:bottom, left:right], ONE, beta)
 
 
-@twin(writes="dweight dbias")
+@twin(writes="dweight dbias", blas=True)
 def _backward_weight_cpu(dy, x, dweight, dbias, tasks):
     """A task takes rows or columns of dweight and columns of dbias; 256 rows of x at a time, so that dbias
     reads the cache."""
