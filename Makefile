@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test lint test-cpu test-simulator test-compile gate gpu clean
+.PHONY: demo test lint test-cpu test-simulator test-compile gate test-gate gpu clean
 
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -26,16 +26,19 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 test-cpu: $(VENV)/.test  ## CPU twins and everything above them
-	NBTRAIN_TARGET=none $(BIN)/python -m pytest -n 2 -m 'not gpu and not compile'
+	NBTRAIN_TARGET=none $(BIN)/python -m pytest -n 2 --ignore=tests/amd
 
 test-simulator: $(VENV)/.test  ## the kernels themselves, run in Python
 	NUMBA_ENABLE_CUDASIM=1 $(BIN)/python -m pytest -n 2 tests/ops
 
 test-compile: $(VENV)/.test  ## every kernel for sm_80 and sm_90, through ptxas
-	$(BIN)/python -m pytest -n 2 -m compile
+	$(BIN)/python -m pytest -n 2 -m compile tests/test_compile.py
 
 gate:  ## every kernel for AMD's gfx90a, gfx942 and gfx1100; makes an environment of its own
 	$(PYTHON) tests/amd/gate.py
+
+test-gate: $(VENV)/.test  ## that the gate refuses broken kernels, and the calls of ROCm; after make gate
+	$(BIN)/python -m pytest tests/amd
 
 gpu:  ## on a machine with a GPU, in the environment that python3 is
 	$(PYTHON) -m pytest -m gpu

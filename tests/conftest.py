@@ -1,7 +1,16 @@
+import importlib.util
+
 import numpy as np
 import pytest
 
 from nbtrain.device import SIMULATED
+
+# Its kernels are numba-cuda's to write down, whatever runs them.
+collect_ignore = [] if importlib.util.find_spec("numba_cuda") else ["nvidia"]
+
+
+def pytest_report_header():
+    return "tests/nvidia left out: numba-cuda is not installed" if collect_ignore else None
 
 
 def pytest_addoption(parser):

@@ -8,6 +8,7 @@ import pytest
 
 
 @pytest.mark.compile
+@pytest.mark.timeout(1200)  # 440 kernels: 150 s of one idle core
 @pytest.mark.parametrize("arch", ["80", "90", "90a"])
 def test_kernels_compile_without_fp64_stack_or_spills(arch):
     result = subprocess.run(
