@@ -212,7 +212,9 @@ def main():
     parser.add_argument("--remat", default="none")
     parser.add_argument("--loss-scale", default="auto", help='a power of two, "dynamic" or "auto"')
     parser.add_argument("--peers", default="", help="torch,jax")
-    parser.add_argument("--no-ceilings", action="store_true", help="without copy speed and matrix peak, so without MFU")
+    parser.add_argument(
+        "--no-ceilings", action="store_true", help="without copy speed and matrix peak, so without MFU"
+    )
     parser.add_argument("--limit", type=float, default=240, help="seconds for one trainer")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--child", default="")

@@ -83,7 +83,10 @@ def expect(op: str, spec: str, *arrays, hint: str = "") -> tuple[int, ...]:
     """
     # A step asks the same thing hundreds of times: what was found right once is looked up.
     try:
-        key = spec, *[None if x is None else (type(x), x.shape, x.dtype, x.flags.c_contiguous) for x in arrays]
+        key = (
+            spec,
+            *[None if x is None else (type(x), x.shape, x.dtype, x.flags.c_contiguous) for x in arrays],
+        )
         found = _expected.get(key)
     except AttributeError:  # something that is no array; said below
         key, found = None, None

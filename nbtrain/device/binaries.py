@@ -29,7 +29,8 @@ def _sources() -> str:
     for package in (
         "numba",
         "numba-cuda",
-        "numba-hip", "rocm-bindings-compiler",
+        "numba-hip",
+        "rocm-bindings-compiler",
         "llvmlite",
         "cuda-core",
         "nvidia-nvvm",

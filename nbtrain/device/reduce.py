@@ -88,7 +88,8 @@ def _sum_blocks_kernel():
 
 
 def sum_blocks(partial, blocks: int, out, second=None) -> None:
-    """out (C,) = the sum of the first `blocks` rows of `partial` (flat fp32, rows of C), `second` of the next."""
+    """out (C,) = the sum of the first `blocks` rows of `partial` (flat fp32, rows of C), `second` that of the
+    next."""
     sum_, X, Y = _sum_blocks_kernel()
     grid = -(-out.size // X), 1 if second is None else 2
     # Absent, it is an array that is not written: the simulator copies every argument back.

@@ -39,7 +39,8 @@ from nbtrain.device.reduce import sum_blocks
 
 ZERO, ONE = np.float32(0), np.float32(1)
 BACKWARD_VECTORS = 1  # eights of a row that a thread of the backward kernel holds, at most, where T allows it
-BACKWARD_RESIDENT = 1152  # its threads on a multiprocessor, which leaves each 56 registers; ragged rows need more
+# Its threads on a multiprocessor, which leaves each 56 registers; ragged rows need more.
+BACKWARD_RESIDENT = 1152
 
 # ----------------------------------------------------------------------------
 # GPU kernels

@@ -262,7 +262,8 @@ def _measure(plan, a, b, out, bias, aux, alpha, beta, stream):
     workspace = _workspace(out.device.id, stream).data.ptr
     target = out
     if beta:  # out's values are still needed, and every run must begin with the same ones
-        extent = sum((n - 1) * stride for n, stride in zip(out.shape, out.strides, strict=True)) + out.itemsize
+        last = sum((n - 1) * stride for n, stride in zip(out.shape, out.strides, strict=True))
+        extent = last + out.itemsize
         target = cupy.empty(-(-extent // 16) * 4, cupy.uint32)
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     times = np.full((ROUNDS, len(plan.candidates)), np.inf)
