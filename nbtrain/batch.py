@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nbtrain.device import array_module, as_array, is_cupy
+from nbtrain.device import array_module, as_array, expect_ids, is_cupy
 from nbtrain.errors import InvalidType, InvalidValue
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -53,9 +53,8 @@ def check_batch(batch: Batch, vocab_size: int, ignore_index: int = IGNORE_INDEX)
         raise InvalidValue(
             f"order must have shape (A, B*T) = {(A, N)}; got {order.shape}. Batch.of makes it."
         )
-    _check_ids("tokens", tokens, vocab_size, (tokens < 0) | (tokens >= vocab_size))
-    outside = ((targets < 0) | (targets >= vocab_size)) & (targets != ignore_index)
-    _check_ids("targets", targets, vocab_size, outside, f" and is not ignore_index = {ignore_index}")
+    expect_ids("check_batch", "tokens", tokens, vocab_size)
+    expect_ids("check_batch", "targets", targets, vocab_size, ignore_index=ignore_index)
     # Keys (token, position) rise strictly for the stable argsort and for no other order.
     valid = bool(((order >= 0) & (order < N)).all())
     if valid:
@@ -74,23 +73,10 @@ def _as_ids(name: str, x) -> Array:
     x = x.reshape(-1, *x.shape[-2:])
     if not np.can_cast(x.dtype, np.int32):
         if isinstance(x, np.ndarray):
-            _check_ids(name, x, None, (x < INT32.min) | (x > INT32.max))
+            expect_ids("Batch.of", name, x, INT32.max + 1, least=INT32.min)
         else:  # without a read by the host: clamped here, and found outside the vocabulary by the kernels
             x = x.clip(INT32.min if x.dtype.kind == "i" else 0, INT32.max)
     return x.astype(np.int32, order="C")
-
-
-def _check_ids(
-    name: str, array: np.ndarray, vocab_size: int | None, outside: np.ndarray, besides: str = ""
-) -> None:
-    if outside.any():
-        at = np.unravel_index(int(outside.argmax()), outside.shape)
-        allowed = "int32" if vocab_size is None else f"0..{vocab_size - 1}"
-        where = ", ".join(map(str, at))
-        raise InvalidValue(
-            f"{name}[{where}] is {array[at]}, which lies outside {allowed}{besides}. Indices are "
-            "(micro-batch, row, time)."
-        )
 
 
 def stable_order(tokens: Array) -> Array:

@@ -103,7 +103,7 @@ def test_a_wrong_batch_consumes_nothing():
     params, state = init(TINY, 0, "fp32", "cpu")
     step, bad = donate(make_train_step(TINY)), batch_of(TINY)
     bad.tokens[0, 1, 2] = 11
-    with pytest.raises(InvalidValue, match=r"tokens\[0, 1, 2\] is 11"):
+    with pytest.raises(InvalidValue, match=r"tokens\[0, 1, 2\] = 11"):
         step(params, state, bad)
     step(params, state, batch_of(TINY))
 

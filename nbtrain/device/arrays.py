@@ -139,21 +139,23 @@ def _expect(op: str, spec: str, arrays, hint: str) -> tuple[int, ...]:
     return tuple(names.values())
 
 
-def expect_ids(op: str, name: str, ids, size: int, *, ignore_index: int | None = None) -> None:
-    """Raises InvalidValue if a host array holds an id outside 0..size-1 that is not `ignore_index`.
+def expect_ids(
+    op: str, name: str, ids, size: int, *, ignore_index: int | None = None, least: int = 0
+) -> None:
+    """Raises InvalidValue if a host array holds an id outside least..size-1 that is not `ignore_index`.
 
     Ids on a GPU are not read here: kernels keep them in bounds, and `batch_check` finds the bad ones.
     """
     if is_cupy(ids):
         return
-    bad = (ids < 0) | (ids >= size)
+    bad = (ids < least) | (ids >= size)
     if ignore_index is not None:
         bad &= ids != ignore_index
     if bad.any():
         at = np.unravel_index(int(bad.argmax()), bad.shape)
         besides = "" if ignore_index is None else f" or ignore_index = {ignore_index}"
         raise InvalidValue(
-            f"{op} expects {name} in 0..{size - 1}{besides}; "
+            f"{op} expects {name} in {least}..{size - 1}{besides}; "
             f"got {name}[{', '.join(map(str, at))}] = {ids[at]}. Check the vocabulary size and the data."
         )
 
