@@ -79,10 +79,9 @@ def resolve_dtype(dtype: str, device: str, capability: tuple[int, int] | None = 
     if dtype != "auto" and dtype not in FLOATS:
         raise InvalidValue(f"dtype must be {names} or 'auto'; got {dtype!r}.")
     kind = device.partition(":")[0]
-    if kind == "cpu":
-        why_not_bf16 = None
-    elif kind == "hip":
-        why_not_bf16 = "CuPy's hipBLAS binding has no bf16 products"
+    why_not_bf16 = None
+    if kind in ("cpu", "hip"):
+        pass
     elif capability is None:
         raise InvalidValue(f"resolve_dtype needs the compute capability of {device}, as (9, 0); got None.")
     else:
@@ -95,6 +94,8 @@ def resolve_dtype(dtype: str, device: str, capability: tuple[int, int] | None = 
         return FLOATS[dtype], "asked for"
     if kind == "cpu":
         return FLOATS["fp32"], "the CPU computes in fp32"
+    if kind == "hip":
+        return FLOATS["fp16"], "its products need nothing beside CuPy; the loss is scaled dynamically"
     if why_not_bf16:
         return FLOATS["fp16"], f"{why_not_bf16}; the loss is scaled dynamically"
     return FLOATS["bf16"], f"compute capability {version} has bf16, which needs no loss scaling"

@@ -63,4 +63,3 @@ if TARGET == "nvidia" and SIMULATED:
     TARGET = "simulator"
 backend: Any = _Stub() if TARGET == "none" else importlib.import_module(f"nbtrain.device.{TARGET}")
 cuda = backend.cuda
-WAVEFRONT = 64 if TARGET == "hip" else 32
