@@ -97,8 +97,8 @@ def attention(a: Inputs):
 
 
 def training(a: Inputs):
-    """The losses of ten steps of a small model on one batch, at a rate that does not amplify rounding: at 1e-2
-    noise of one fp16 rounding a gradient moves them by 3 eps, at 1e-3 by 0.01."""
+    """The losses of ten steps of a small model on one batch, at a rate that does not amplify rounding: at
+    1e-2 noise of one fp16 rounding a gradient moves them by 3 eps, at 1e-3 by 0.01."""
     config = GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=32, vocab_size=97)
     step = donate(make_train_step(config, TrainConfig(lr=1e-3)))
     dtype = next(name for name, kind in FLOATS.items() if kind == a.dtype)
