@@ -15,6 +15,7 @@ from nbtrain.errors import Unavailable as Unavailable
 from nbtrain.generate import generate as generate
 from nbtrain.train import Metrics as Metrics
 from nbtrain.train import OptState as OptState
+from nbtrain.train import capture as capture
 from nbtrain.train import donate as donate
 from nbtrain.train import init as init
 from nbtrain.train import make_eval_step as make_eval_step
