@@ -108,6 +108,8 @@ class TrainConfig:
         _number(self, "lr", 0.0, math.inf)
         _number(self, "min_lr", 0.0, math.inf)
         _number(self, "eps", 0.0, 1.0)
+        if self.eps == 0:
+            raise InvalidValue("eps must be above 0: padding has m = v = 0. Take 1e-8.")
         _number(self, "weight_decay", 0.0, math.inf)
         _number(self, "clip", 0.0, math.inf)
         for field in ("warmup", "total", "decay"):

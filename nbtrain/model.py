@@ -24,7 +24,7 @@ from nbtrain.batch import IGNORE_INDEX, Batch
 from nbtrain.config import GPTConfig, TrainConfig
 from nbtrain.device import on_gpu
 from nbtrain.device.philox import Rng
-from nbtrain.device.place import to_device
+from nbtrain.device.place import device_of, to_device
 from nbtrain.device.scratch import Scratch
 from nbtrain.errors import InvalidValue
 from nbtrain.ops.attention import attention_backward, attention_forward
@@ -100,6 +100,7 @@ class GPT:
 
     def __init__(self, config: GPTConfig, remat: str = "none"):
         self.config = config
+        self._device = ""
         self.every = TrainConfig(remat=remat).remat_every(config.n_layer)
         self._scratch: Any = None  # a Scratch, from the first call on, whose params say on which device
 
@@ -168,7 +169,9 @@ class GPT:
     # ----------------------------------------------------------------------------
 
     def _memory(self, params: Tree) -> Scratch:
-        if self._scratch is None:
+        device = device_of(params.buffer)
+        if self._scratch is None or self._device != device:
+            self._device = device
             self._scratch = Scratch(params.buffer)
             self._light = on_gpu(params.buffer)
         return self._scratch

@@ -42,7 +42,7 @@ from nbtrain.ops.cross_entropy import sum_losses
 from nbtrain.ops.global_norm import global_norm
 from nbtrain.optim import Schedule
 from nbtrain.precision import LossScale, LossScaling, resolve_dtype
-from nbtrain.tree import Tree
+from nbtrain.tree import Layout, Tree
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -180,7 +180,13 @@ class TrainStep:
     It owns working memory (activations, gradients) that its calls share, so it is for one thread at a time.
     """
 
-    def __init__(self, loss_and_grads: Callable, config: TrainConfig, vocab_size: int | None):
+    def __init__(
+        self,
+        loss_and_grads: Callable,
+        config: TrainConfig,
+        vocab_size: int | None,
+        layout: Layout | None = None,
+    ):
         self.loss_and_grads, self.config, self.vocab_size = loss_and_grads, config, vocab_size
         self.schedule = Schedule(
             config.schedule, config.lr, config.min_lr, config.warmup, config.total, config.decay
@@ -188,9 +194,15 @@ class TrainStep:
         LossScaling.of(
             config.loss_scale, np.float16, config.growth_interval
         )  # wrong options fail here, not in a step
+        self.layout = layout  # of the params that loss_and_grads takes, where that is known
+        self._memory: tuple | None = None  # what _grads, _sums and _decay were made for
         self._grads: Tree | None = None
         self._sums: Tree | None = None  # fp32, over micro-batches
         self._decay: Array = None
+
+    @property
+    def has_run(self) -> bool:
+        return self._grads is not None
 
     def __call__(self, params: Tree, opt_state: OptState, batch: Batch) -> tuple[Tree, OptState, Metrics]:
         fresh = Tree(params.layout, array_module(params.buffer).empty_like(params.buffer))
@@ -215,8 +227,9 @@ class TrainStep:
         scaling = LossScaling.of(cfg.loss_scale, params.dtype, cfg.growth_interval)
         scale = state.loss_scale.value if scaling.dynamic else xp.full(1, scaling.initial, np.float32)
         A, B, _ = batch.tokens.shape
-        if self._grads is None or self._grads.layout != params.layout or self._grads.dtype != params.dtype:
-            self._grads, self._sums = params.like(), None
+        memory = params.layout, params.dtype, device_of(params.buffer)
+        if memory != self._memory:
+            self._memory, self._grads, self._sums = memory, params.like(), None
             self._decay = to_device(params.layout.decay_flags(), device_of(params.buffer))
         grads, sums = self._grads, None
         if A > 1:
@@ -256,6 +269,7 @@ class TrainStep:
     def _place(self, params, state, batch, device) -> Batch:
         """The batch on `device`, validated where the host holds it."""
         _check_state(params, state)
+        _check_layout(params, self.layout)
         if not isinstance(batch, Batch):
             raise InvalidType(
                 f"train_step expects a Batch; got {type(batch).__name__}. Batch.of(tokens, targets) makes it."
@@ -291,6 +305,14 @@ def _check_state(params, state) -> None:
             )
 
 
+def _check_layout(params: Tree, layout: Layout | None) -> None:
+    if layout is not None and params.layout is not layout and params.layout != layout:
+        raise InvalidValue(
+            f"params have {len(params.layout.leaves)} leaves of {params.n_params:,} elements, the model's config "
+            f"{len(layout.leaves)} of {layout.n_params:,}. Take both from one configuration."
+        )
+
+
 def make_train_step(model: GPTConfig | Callable, config: TrainConfig | None = None) -> TrainStep:
     """A pure `train_step(params, opt_state, batch) -> (params, opt_state, metrics)`: inputs untouched,
     outputs fresh.
@@ -304,7 +326,9 @@ def make_train_step(model: GPTConfig | Callable, config: TrainConfig | None = No
     if not isinstance(config, TrainConfig):
         raise InvalidType(f"make_train_step expects a TrainConfig; got {type(config).__name__}.")
     if isinstance(model, GPTConfig):
-        return TrainStep(GPT(model, config.remat).loss_and_grads, config, model.vocab_size)
+        return TrainStep(
+            GPT(model, config.remat).loss_and_grads, config, model.vocab_size, Layout.of(model.leaves())
+        )
     if not callable(model):
         raise InvalidType(
             f"make_train_step expects a GPTConfig or a function loss_and_grads; got {type(model).__name__}."
@@ -316,12 +340,12 @@ def make_train_step(model: GPTConfig | Callable, config: TrainConfig | None = No
     return TrainStep(model, config, None)
 
 
-def _consume(params: Tree, state: OptState) -> tuple[Tree, OptState]:
-    """The same memory in new trees; the given ones refuse further use. fp32 params stay their own master."""
+def _renew(params: Tree, state: OptState, renew: Callable) -> tuple[Tree, OptState]:
+    """The same memory in new trees, each made by `renew`; fp32 params stay their own master."""
     own_master = state.master is params
-    params = params.consume()
-    master = params if own_master else state.master.consume()
-    return params, state._replace(master=master, m=state.m.consume(), v=state.v.consume())
+    params = renew(params)
+    master = params if own_master else renew(state.master)
+    return params, state._replace(master=master, m=renew(state.m), v=renew(state.v))
 
 
 def donate(step: TrainStep) -> Callable:
@@ -333,12 +357,12 @@ def donate(step: TrainStep) -> Callable:
     def donated(params: Tree, opt_state: OptState, batch: Batch) -> tuple[Tree, OptState, Metrics]:
         _check_state(params, opt_state)
         device = device_of(params.buffer)
-        batch = step._place(
-            params, opt_state, batch, device
-        )  # whatever is wrong is said before anything is consumed
-        params, opt_state = _consume(params, opt_state)
+        batch = step._place(params, opt_state, batch, device)
         with use(device):
-            return step._run(params, opt_state, batch, (params, opt_state.master, opt_state.m, opt_state.v))
+            out = params, opt_state.master, opt_state.m, opt_state.v
+            params, opt_state, metrics = step._run(params, opt_state, batch, out)
+        # Only the step's last launch writes them: until here, whatever went wrong has lost nothing.
+        return *_renew(params, opt_state, Tree.consume), metrics
 
     return donated
 
@@ -362,26 +386,35 @@ class CapturedStep:
             )
         batch = self._step._place(params, opt_state, batch, device)
         with use(device):
-            params, opt_state = self._take(params, opt_state)
-            graph, buffers = self._graph(params, opt_state, batch)
+            own = self._state
+            if own is None:  # the graphs' memory is the first trees'; their holder keeps the scalars
+                own = params, _with_scalars(opt_state, [x.copy() for x in _scalars(opt_state)])
+            else:
+                _check_alike(own, (params, opt_state))
+            graph, buffers = self._graph(*own, batch)  # a failure here has consumed nothing
+            self._state = own
+            self._take(params, opt_state)
             for target, source in zip(buffers, batch, strict=True):
                 target[...] = source
             graph.launch()
             values, counts = (x.copy() for x in graph.result)
-        self._state = _consume(params, opt_state)
-        return *self._state, Metrics(values, counts, batch)
+            self._state = _renew(*self._state, Tree.consume)
+            params, state = self._state
+            state = _with_scalars(state, [x.copy() for x in _scalars(state)])
+        return params, state, Metrics(values, counts, batch)
 
     def _take(self, params, state):
-        """The graphs' own memory, filled from trees that came from elsewhere."""
-        if self._state is None:
-            self._state = _consume(params, state)
-        elif params is not self._state[0] or state is not self._state[1]:
-            own, given = _arrays(*self._state), _arrays(params, state)
-            for target, source in zip(own, given, strict=True):
-                if target is not source:
-                    target[...] = source
-            _consume(params, state)
-        return self._state
+        """Copies what is given into the graphs' own memory; trees that came from elsewhere are consumed."""
+        own_params, own_state = self._state
+        for own, given in zip(_trees(own_params, own_state), _trees(params, state), strict=True):
+            if own is not given:
+                own.buffer[...] = given.buffer
+        for own, given in zip(_scalars(own_state), _scalars(state), strict=True):
+            own[...] = given
+        kept = [id(tree) for tree in _trees(own_params, own_state)]
+        for given in {id(tree): tree for tree in _trees(params, state)}.values():
+            if id(given) not in kept:
+                given.consume()
 
     def _graph(self, params, state, batch):
         shape = batch.tokens.shape
@@ -392,6 +425,7 @@ class CapturedStep:
                     "each with a graph and memory of its own"
                 )
             buffers = Batch(*(x.copy() for x in batch))
+            params, state = _renew(params, state, Tree.alias)  # those that are given will be consumed
             out = params, state.master, state.m, state.v
 
             def warm_up():
@@ -402,7 +436,9 @@ class CapturedStep:
 
             def work():
                 _, new, metrics = self._step._run(params, state, buffers, out)
-                for target, source in zip(_scalars(state), _scalars(new), strict=True):
+                for target, source in zip(
+                    _scalars(state)[:4], _scalars(new)[:4], strict=True
+                ):  # all but the seed
                     target[...] = source
                 return metrics._values, metrics._counts
 
@@ -410,12 +446,25 @@ class CapturedStep:
         return self._graphs[shape]
 
 
-def _scalars(state: OptState):
-    return state.step, state.updates, *state.loss_scale
+def _scalars(state: OptState) -> tuple:
+    return state.step, state.updates, *state.loss_scale, state.seed
 
 
-def _arrays(params: Tree, state: OptState):
-    return [t.buffer for t in (params, state.master, state.m, state.v)] + [*_scalars(state), state.seed]
+def _with_scalars(state: OptState, scalars) -> OptState:
+    step, updates, value, good_steps, seed = scalars
+    return state._replace(step=step, updates=updates, loss_scale=LossScale(value, good_steps), seed=seed)
+
+
+def _trees(params: Tree, state: OptState) -> tuple[Tree, ...]:
+    return params, state.master, state.m, state.v
+
+
+def _check_alike(own, given) -> None:
+    for a, b in zip(_trees(*own), _trees(*given), strict=True):
+        if a.layout != b.layout or a.dtype != b.dtype:
+            raise InvalidValue(
+                f"this captured step holds {a}, and got {b}. Capture another step for another model or dtype."
+            )
 
 
 def capture(step: TrainStep) -> CapturedStep:
@@ -427,15 +476,21 @@ def capture(step: TrainStep) -> CapturedStep:
     """
     if not isinstance(step, TrainStep):
         raise InvalidType(f"capture expects what make_train_step returns; got {type(step).__name__}.")
+    if step.has_run:
+        raise InvalidValue(
+            "capture takes a step that has not run: a graph must own the working memory it writes. Make another "
+            "with make_train_step."
+        )
     return CapturedStep(step)
 
 
 def make_eval_step(config: GPTConfig) -> Callable:
     """`eval_step(params, batch) -> (loss_sum, n_targets)`, (1,) arrays on the device: the loss of a batch
     without dropout."""
-    model = GPT(config, "full")
+    model, layout = GPT(config, "full"), Layout.of(config.leaves())
 
     def eval_step(params: Tree, batch: Batch):
+        _check_layout(params, layout)
         device = device_of(params.buffer)
         if {device_of(x) for x in batch} == {"cpu"}:
             check_batch(batch, config.vocab_size)

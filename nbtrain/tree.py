@@ -141,9 +141,13 @@ class Tree:
         """Zeros in this layout, on the same device."""
         return Tree(self.layout, array_module(self.buffer).zeros(self.layout.size, dtype or self.dtype))
 
+    def alias(self) -> "Tree":
+        """The same memory as another tree."""
+        return Tree(self.layout, self.buffer, self._views)
+
     def consume(self) -> "Tree":
         """This memory as a new tree; this one refuses further use."""
-        fresh = Tree(self.layout, self.buffer, self._views)
+        fresh = self.alias()
         self._buffer, self._views = None, {}
         return fresh
 

@@ -246,3 +246,121 @@ def test_wrong_arguments_say_what_was_expected():
 def test_all_three_dtypes_exist():
     for dtype, want in zip(DTYPES, (np.float32, np.float16, ml_dtypes.bfloat16), strict=True):
         assert init(TINY, 0, dtype, "cpu")[0].dtype == want
+
+
+def test_an_error_inside_a_donated_step_loses_nothing():
+    params, state = init(TINY, 0, "fp32", "cpu")
+    step, long = donate(make_train_step(TINY)), batch_of(TINY, T=9)  # block_size is 8
+    before = state_arrays(params, state)
+    with pytest.raises(InvalidValue):
+        step(params, state, long)
+    assert all(np.array_equal(x, y) for x, y in zip(before, state_arrays(params, state), strict=True))
+    step(params, state, batch_of(TINY))
+
+
+def test_params_of_another_model_are_refused():
+    other = GPTConfig(n_layer=3, n_head=2, n_embd=16, block_size=8, vocab_size=11)
+    params, state = init(other, 0, "fp32", "cpu")
+    for use in (
+        lambda: make_train_step(TINY)(params, state, batch_of(TINY)),
+        lambda: make_eval_step(TINY)(params, batch_of(TINY)),
+    ):
+        with pytest.raises(InvalidValue, match="one configuration"):
+            use()
+
+
+class FakeGraph:
+    """What a graph does, by running the work again: results stay in the memory of the first run."""
+
+    def __init__(self, warm_up, work):
+        warm_up()
+        self.work, self.result = (
+            work,
+            tuple(np.zeros_like(x) for x in (np.zeros(8, np.float32), np.zeros(3, np.int32))),
+        )
+
+    def launch(self):
+        for target, source in zip(self.result, self.work(), strict=True):
+            target[...] = source
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """`capture` on the CPU: the bookkeeping around the graph is what is tested."""
+    import contextlib
+
+    from nbtrain import train
+
+    monkeypatch.setattr(train, "Graph", FakeGraph)
+    monkeypatch.setattr(train, "device_of", lambda x: "cuda:0")
+    monkeypatch.setattr(train, "to_device", lambda x, device: x)
+    monkeypatch.setattr(train, "use", lambda device: contextlib.nullcontext())
+    return train.capture
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_captured_step_gives_the_donated_bits_over_two_shapes(captured, dtype):
+    fast, slow = (
+        captured(make_train_step(TINY, TrainConfig(lr=1e-2))),
+        make_train_step(TINY, TrainConfig(lr=1e-2)),
+    )
+    a, b = init(TINY, 1, dtype, "cpu"), init(TINY, 1, dtype, "cpu")
+    for i in range(6):
+        batch = batch_of(TINY, A=1 + i % 2, seed=i)
+        *a, metrics = fast(*a, batch)
+        *b, other = slow(*b, batch)
+        assert same(a, b) and metrics.read() == other.read()
+
+
+def test_a_snapshot_of_a_captured_run_can_be_gone_back_to(captured):
+    step = captured(make_train_step(TINY, TrainConfig(lr=1e-2)))
+    first, state0 = init(TINY, 0, "bf16", "cpu")
+    params, state, _ = step(first, state0, batch_of(TINY, seed=0))
+    assert int(state0.step[0]) == 0 and int(state.step[0]) == 1
+    kept = params.copy(), state._replace(master=state.master.copy(), m=state.m.copy(), v=state.v.copy())
+    runs = []
+    for _ in range(2):
+        params, state = kept[0].copy(), kept[1]
+        state = state._replace(master=state.master.copy(), m=state.m.copy(), v=state.v.copy())
+        for i in (1, 2):
+            params, state, _ = step(params, state, batch_of(TINY, seed=i))
+        assert int(kept[1].step[0]) == 1 and int(state.step[0]) == 3
+        runs.append(state_arrays(params, state))
+    assert all(np.array_equal(x, y) for x, y in zip(*runs, strict=True))
+
+
+def test_a_captured_step_takes_its_own_params_with_a_new_optimizer_state(captured):
+    step = captured(make_train_step(TINY, TrainConfig(lr=1e-2)))
+    params, state, _ = step(*init(TINY, 0, "bf16", "cpu"), batch_of(TINY))
+    fresh = init_opt_state(params, state.master)
+    params, state, _ = step(params, fresh, batch_of(TINY))
+    assert int(state.step[0]) == 1 and int(state.updates[0]) == 1
+    step(params, state, batch_of(TINY))
+    with pytest.raises(InvalidValue, match="donated"):
+        step(params, state, batch_of(TINY))
+
+
+def test_a_capture_that_fails_loses_nothing(captured, monkeypatch):
+    from nbtrain import train
+
+    class Broken:
+        def __init__(self, warm_up, work):
+            raise MemoryError
+
+    params, state = init(TINY, 0, "fp32", "cpu")
+    step = captured(make_train_step(TINY))
+    monkeypatch.setattr(train, "Graph", Broken)
+    with pytest.raises(MemoryError):
+        step(params, state, batch_of(TINY))
+    assert np.isfinite(params.buffer).all() and int(state.step[0]) == 0
+
+
+def test_capture_refuses_a_step_that_has_run_and_trees_of_another_dtype(captured):
+    step = make_train_step(TINY)
+    step(*init(TINY, 0, "fp32", "cpu"), batch_of(TINY))
+    with pytest.raises(InvalidValue, match="has not run"):
+        captured(step)
+    step = captured(make_train_step(TINY))
+    step(*init(TINY, 0, "fp32", "cpu"), batch_of(TINY))
+    with pytest.raises(InvalidValue, match="this captured step holds"):
+        step(*init(TINY, 0, "bf16", "cpu"), batch_of(TINY))

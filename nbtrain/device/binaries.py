@@ -6,6 +6,7 @@ follows from: the kernel with the values that its factory fixed, the device func
 argument types, the architecture, nbtrain's sources and the compilers' versions.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -56,10 +57,9 @@ def _describe(value, depth: int = 0) -> str:
         return f"{type(value).__name__}:{value!r}"
     cells = [_describe(cell.cell_contents, depth + 1) for cell in function.__closure__ or ()]
     inside = (code.co_code.hex(), code.co_names, [c for c in code.co_consts if not hasattr(c, "co_code")])
+    special = [getattr(value, name, None) for name in ("one_architecture", "shared_bytes")]
     options = sorted((k, repr(v)) for k, v in getattr(value, "targetoptions", {}).items() if k != "link")
-    return (
-        f"{function.__module__}.{function.__qualname__}{_file_hash(code.co_filename)}{inside}{options}{cells}"
-    )
+    return f"{function.__module__}.{function.__qualname__}{_file_hash(code.co_filename)}{inside}{options}{special}{cells}"
 
 
 def cached_binary(compiled, types, architecture: str, compile_) -> tuple[str, bytes]:
@@ -75,6 +75,7 @@ def cached_binary(compiled, types, architecture: str, compile_) -> tuple[str, by
         pass
     entry, binary = compile_()
     content = json.dumps({"entry": entry}).encode() + b"\n" + binary
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    write_atomically(path, lambda file: file.write(hashlib.sha256(content).digest() + content))
+    with contextlib.suppress(OSError):  # a full or read-only disk: the code lasts as long as the process
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        write_atomically(path, lambda file: file.write(hashlib.sha256(content).digest() + content))
     return entry, binary

@@ -86,7 +86,12 @@ def cache_folder() -> Path:
     folder = Path(
         os.environ.get("NBTRAIN_CACHE_DIR") or platformdirs.user_cache_dir("nbtrain", appauthor=False)
     )
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unavailable(
+            f"the folder of compiled code cannot be made: {error}. Set NBTRAIN_CACHE_DIR to a folder of yours."
+        ) from None
     if hasattr(os, "getuid"):
         info = folder.stat()
         if info.st_uid != os.getuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -14,6 +14,7 @@ import ctypes
 import functools
 import hashlib
 import json
+import re
 
 import cupy
 import numpy as np
@@ -180,7 +181,11 @@ class Choices:
         self.algorithms: dict[str, str] = {}
         with contextlib.suppress(OSError, ValueError):
             found = json.loads(self.path.read_text())
-            self.algorithms = {k: v for k, v in found.items() if isinstance(v, str) and len(v) == 128}
+            if not isinstance(found, dict):
+                raise ValueError
+            self.algorithms = {
+                k: v for k, v in found.items() if isinstance(v, str) and re.fullmatch("[0-9a-f]{128}", v)
+            }
 
     def get(self, key: str):
         text = self.algorithms.get(key)
