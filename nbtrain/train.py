@@ -196,7 +196,7 @@ class TrainStep:
         )  # wrong options fail here, not in a step
         self.layout = layout  # of the params that loss_and_grads takes, where that is known
         self._memory: tuple | None = None  # what _grads, _sums and _decay were made for
-        self._grads: Tree | None = None
+        self._grads: Any = None  # a Tree, from the first step on
         self._sums: Tree | None = None  # fp32, over micro-batches
         self._decay: Array = None
 
@@ -308,8 +308,8 @@ def _check_state(params, state) -> None:
 def _check_layout(params: Tree, layout: Layout | None) -> None:
     if layout is not None and params.layout is not layout and params.layout != layout:
         raise InvalidValue(
-            f"params have {len(params.layout.leaves)} leaves of {params.n_params:,} elements, the model's config "
-            f"{len(layout.leaves)} of {layout.n_params:,}. Take both from one configuration."
+            f"params have {len(params.layout.leaves)} leaves of {params.n_params:,} elements, the model's "
+            f"config {len(layout.leaves)} of {layout.n_params:,}. Take both from one configuration."
         )
 
 
@@ -374,7 +374,7 @@ class CapturedStep:
 
     def __init__(self, step: TrainStep):
         self._step = step
-        self._state: tuple[Tree, OptState] | None = None  # the memory that every graph reads and writes
+        self._state: Any = None  # (params, opt_state), the memory that every graph reads and writes
         self._graphs: dict[tuple, tuple[Graph, Batch]] = {}
 
     def __call__(self, params: Tree, opt_state: OptState, batch: Batch) -> tuple[Tree, OptState, Metrics]:
@@ -478,8 +478,8 @@ def capture(step: TrainStep) -> CapturedStep:
         raise InvalidType(f"capture expects what make_train_step returns; got {type(step).__name__}.")
     if step.has_run:
         raise InvalidValue(
-            "capture takes a step that has not run: a graph must own the working memory it writes. Make another "
-            "with make_train_step."
+            "capture takes a step that has not run: a graph must own the working memory it writes. "
+            "Make another with make_train_step."
         )
     return CapturedStep(step)
 

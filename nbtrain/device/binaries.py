@@ -59,7 +59,8 @@ def _describe(value, depth: int = 0) -> str:
     inside = (code.co_code.hex(), code.co_names, [c for c in code.co_consts if not hasattr(c, "co_code")])
     special = [getattr(value, name, None) for name in ("one_architecture", "shared_bytes")]
     options = sorted((k, repr(v)) for k, v in getattr(value, "targetoptions", {}).items() if k != "link")
-    return f"{function.__module__}.{function.__qualname__}{_file_hash(code.co_filename)}{inside}{options}{special}{cells}"
+    name = f"{function.__module__}.{function.__qualname__}{_file_hash(code.co_filename)}"
+    return f"{name}{inside}{options}{special}{cells}"
 
 
 def cached_binary(compiled, types, architecture: str, compile_) -> tuple[str, bytes]:

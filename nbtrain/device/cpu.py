@@ -90,7 +90,8 @@ def cache_folder() -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise Unavailable(
-            f"the folder of compiled code cannot be made: {error}. Set NBTRAIN_CACHE_DIR to a folder of yours."
+            f"the folder of compiled code cannot be made: {error}. "
+            "Set NBTRAIN_CACHE_DIR to a folder of yours."
         ) from None
     if hasattr(os, "getuid"):
         info = folder.stat()
