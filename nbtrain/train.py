@@ -391,14 +391,14 @@ class CapturedStep:
                 own = params, _with_scalars(opt_state, [x.copy() for x in _scalars(opt_state)])
             else:
                 _check_alike(own, (params, opt_state))
-            graph, buffers = self._graph(*own, batch)  # a failure here has consumed nothing
+            graph, buffers = self._graph(own[0], own[1], batch)  # a failure here has consumed nothing
             self._state = own
             self._take(params, opt_state)
             for target, source in zip(buffers, batch, strict=True):
                 target[...] = source
             graph.launch()
             values, counts = (x.copy() for x in graph.result)
-            self._state = _renew(*self._state, Tree.consume)
+            self._state = _renew(own[0], own[1], Tree.consume)
             params, state = self._state
             state = _with_scalars(state, [x.copy() for x in _scalars(state)])
         return params, state, Metrics(values, counts, batch)
