@@ -36,8 +36,10 @@ from nbtrain.device import (
 )
 from nbtrain.device.cpu import span, task_count
 from nbtrain.device.reduce import sum_blocks
+from nbtrain.errors import InvalidValue
 
 ZERO, ONE = np.float32(0), np.float32(1)
+BACKWARD_CHANNELS = 12_000  # a row of fp32 sums in the 48 KB of shared memory that every kernel may have
 BACKWARD_VECTORS = 1  # eights of a row that a thread of the backward kernel holds, at most, where T allows it
 # Its threads on a multiprocessor, which leaves each 56 registers; ragged rows need more.
 BACKWARD_RESIDENT = 1152
@@ -326,6 +328,11 @@ def layernorm_backward(dy, x, weight, mean, rstd, *, dresidual=None, out=None):
     dx, dweight, dbias = out
     expect("layernorm_backward's out", "dx (N, C), dweight (C,), dbias (C,), x (N, C)", dx, dweight, dbias, x)
     if on_gpu(x):
+        if C > BACKWARD_CHANNELS:
+            raise InvalidValue(
+                f"layernorm_backward on a GPU takes rows of at most {BACKWARD_CHANNELS} channels, which its "
+                f"shared memory holds; got C = {C}. Use a smaller n_embd."
+            )
         backward, T, R = _backward_kernel(C, aligned(C, dy, x, weight, dresidual, dx), dresidual is not None)
         blocks = min(tuned("layernorm_backward")[1], -(-N // R))
         partial = xp.empty(2 * blocks * C, np.float32)

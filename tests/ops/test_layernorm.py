@@ -167,6 +167,15 @@ def test_rejects_mixed_and_integer_dtypes(xp):
         layernorm_forward(x.astype(np.int32), weight, bias)
 
 
+def test_a_row_too_long_for_the_gpu_is_refused():
+    from nbtrain.device import recording
+
+    x, w, m = np.empty((1, 12_288), np.float32), np.empty(12_288, np.float32), np.empty(1, np.float32)
+    with recording() as launches, pytest.raises(InvalidValue, match="at most 12000 channels.*12288"):
+        layernorm_backward(x, x, w, m, m)
+    assert not launches
+
+
 def test_rejects_strided_x(xp):
     x, _, _, _, weight, bias = inputs(xp, np.float32, 4, 4)
     with pytest.raises(InvalidValue, match="C-contiguous"):
