@@ -178,8 +178,11 @@ def train(
         if val and not data:
             raise typer.BadParameter("--val goes with --data; a text is split by nbtrain itself.")
         from nbtrain.config import GPTConfig, TrainConfig
+        from nbtrain.device.place import compute_capability, resolve_device
+        from nbtrain.precision import resolve_dtype
         from nbtrain.run import RunConfig
         from nbtrain.run import train as run_train
+        from nbtrain.train import make_train_step
 
         train_config = TrainConfig(
             lr=lr,
@@ -195,7 +198,11 @@ def train(
         )
         sizes = dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=block_size)
         changes = {name: value for name, value in sizes.items() if value is not None} | {"dropout": dropout}
-        config = GPTConfig.preset(preset, **changes)  # what is wrong with it is said before a text is read
+        # What is wrong with these is said before a text is read and its tokens are written.
+        config = GPTConfig.preset(preset, **changes)
+        make_train_step(config, train_config)
+        place, _ = resolve_device(device)
+        resolve_dtype(dtype.value, place, compute_capability(place))
         train_files, val_files, kind = _data(text, shakespeare, data, val, tokenizer, out)
         if kind is not None:
             changes["vocab_size"] = kind.vocab_size

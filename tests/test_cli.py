@@ -391,3 +391,17 @@ def test_output_that_nobody_reads_ends_quietly(trained):
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(write)
     assert done.returncode == 1 and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (["--device", "cuda:7"], "cuda:7 was asked for"),
+        (["--steps", "100", "--schedule", "cosine", "--warmup", "500"], "warmup"),
+    ],
+)
+def test_what_cannot_run_is_said_before_anything_is_written(nb, tmp_path, options, message):
+    (tmp_path / "text.txt").write_text(TEXT)
+    code, _, error = nb("train", "--text", tmp_path / "text.txt", "--out", tmp_path / "run", *options)
+    assert code == 1 and message in error
+    assert not (tmp_path / "run").exists()

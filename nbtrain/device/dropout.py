@@ -46,7 +46,7 @@ def draw_bits(buf, rng, site, element, count):
     """For CPU twins: the bits of `count` elements from `element` on, in buf, uint32 (count + BITS_ROOM,)."""
     skip = element & 3
     block, step, key0, key1 = (element - skip) >> 2, rng[2], rng[0], rng[1]
-    for k in range((skip + count + 3) >> 2):  # LLVM vectorizes this loop, not one over random_bits8_cpu
+    for k in range((skip + count + 3) >> 2):  # LLVM vectorizes this loop, not one over eights
         w0, w1, w2, w3 = philox_cpu(block + k, site, step, key0, key1)
         buf[4 * k] = w0
         buf[4 * k + 1] = w1

@@ -65,5 +65,5 @@ def _vocabulary(compile_):
 
 
 random_bits, random_bits8 = _vocabulary(backend.device_function)
-random_bits_cpu, random_bits8_cpu = _vocabulary(njit)
+random_bits_cpu, _ = _vocabulary(njit)
 philox_cpu = njit(_philox)
