@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import nbtrain
-import nbtrain.cli
 from nbtrain.checkpoint import load, save
-from nbtrain.cli import main, printable
+from nbtrain.cli import main
+from nbtrain.cli.progress import progress_bar
+from nbtrain.cli.sample import printable
 from nbtrain.config import GPTConfig
 from nbtrain.data import write_tokens
 from nbtrain.doctor import CUPY, FOR_GPU, NEEDED, advice
@@ -271,7 +272,7 @@ def test_the_first_interrupt_saves_and_the_run_goes_on(nb, tmp_path):
 
 
 def test_the_bar_takes_text_as_it_is(capsys):
-    report = nbtrain.cli._bar()
+    report = progress_bar()
     report.say("[bold] is no markup here")
     report.step(1, 2, 3.25, 1234.0, 61.0)
     report.close()

@@ -45,7 +45,7 @@ def test_imports_point_one_way():
         for name in imports(path):
             parts = name.split(".")
             if parts[0] == "nbtrain" and len(parts) > 1 and parts[1] in RANK:
-                same = module == parts[1] == "device" or path.parts[-2:] == ("ops", "__init__.py")
+                same = module == parts[1] in ("device", "cli") or path.parts[-2:] == ("ops", "__init__.py")
                 assert same or RANK[parts[1]] < RANK[module], f"{path} imports {name}, which lies above it"
 
 

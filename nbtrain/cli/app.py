@@ -1,0 +1,69 @@
+"""What the commands share: the application, how a failure ends, and the choices that several offer."""
+
+import functools
+import sys
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+import nbtrain
+from nbtrain.errors import NbtrainError
+
+app = typer.Typer(
+    help="Trains GPT-style language models with kernels written in Python.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+INTERRUPTED = 130
+
+
+class TokenizerKind(StrEnum):
+    char = "char"
+    byte = "byte"
+
+
+class Dtype(StrEnum):
+    auto = "auto"
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
+class Format(StrEnum):
+    auto = "auto"
+    nbtrain = "nbtrain"
+    llmc = "llm.c"
+    nanogpt = "nanogpt"
+
+
+def command(function):
+    """A command of `app` whose failures are one line and an exit code."""
+
+    @functools.wraps(function)
+    def guarded(*args, **options):
+        try:
+            return function(*args, **options)
+        except BrokenPipeError:
+            raise  # the reader of our output has left; typer ends quietly
+        except (NbtrainError, OSError, MemoryError) as error:
+            print(f"nbtrain: {error or type(error).__name__}", file=sys.stderr)
+            raise typer.Exit(1) from None
+
+    return app.command(function.__name__.removesuffix("_"))(guarded)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"nbtrain {nbtrain.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass

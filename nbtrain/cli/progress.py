@@ -1,0 +1,47 @@
+"""How a run shows itself on a terminal."""
+
+import sys
+
+
+def reporter():
+    """Where a run tells how it goes: a progress bar on a terminal, lines elsewhere."""
+    from nbtrain.run import Report
+
+    return progress_bar() if sys.stdout.isatty() else Report()
+
+
+def progress_bar():
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from nbtrain.run import Report, clock
+
+    class Bar(Report):
+        def __init__(self):
+            super().__init__()
+            self._progress = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn(
+                    "loss {task.fields[loss]:.4f}  {task.fields[speed]:,.0f} tokens/s  {task.fields[left]} "
+                    "left"
+                ),
+                console=Console(highlight=False),
+            )
+            self._task = None
+
+        def say(self, text: str) -> None:
+            self._progress.console.print(text, markup=False)
+
+        def step(self, step, steps, loss, tokens_per_s, left_s) -> None:
+            told = dict(loss=loss, speed=tokens_per_s, left=clock(left_s))
+            if self._task is None:
+                self._progress.start()
+                self._task = self._progress.add_task("", total=steps, **told)
+            self._progress.update(self._task, completed=step, **told)
+
+        def close(self) -> None:
+            self._progress.stop()
+
+    return Bar()
