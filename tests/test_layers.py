@@ -14,7 +14,7 @@ LAYERS = [
     {"batch", "token_file", "tokenizer"},
     {"text", "precision", "optim", "data", "model"},
     {"train"},
-    {"checkpoint", "generate"},
+    {"checkpoint", "generate", "log"},
     {"run", "doctor", "verify"},
     {"cli"},
     {"__init__", "__main__"},

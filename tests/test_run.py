@@ -12,7 +12,8 @@ from nbtrain.checkpoint import load, save
 from nbtrain.config import GPTConfig, TrainConfig
 from nbtrain.data import eval_batches, write_tokens
 from nbtrain.errors import InvalidValue
-from nbtrain.run import Log, Report, RunConfig, clock, evaluate, resumed, train
+from nbtrain.log import Log, Report, clock
+from nbtrain.run import RunConfig, evaluate, resumed, train
 from nbtrain.train import init, make_eval_step
 
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=20, dropout=0.1)

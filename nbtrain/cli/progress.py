@@ -5,7 +5,7 @@ import sys
 
 def reporter():
     """Where a run tells how it goes: a progress bar on a terminal, lines elsewhere."""
-    from nbtrain.run import Report
+    from nbtrain.log import Report
 
     return progress_bar() if sys.stdout.isatty() else Report()
 
@@ -14,7 +14,7 @@ def progress_bar():
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    from nbtrain.run import Report, clock
+    from nbtrain.log import Report, clock
 
     class Bar(Report):
         def __init__(self):
