@@ -8,7 +8,8 @@
  6. unscaling is folded into 7 and 8; where micro-batches accumulate, `cast_and_scale` adds them up in fp32
  7. L2 norm of all gradients and the non-finite check, one device scalar; the clip factor
  8. AdamW on the fp32 master weights, skipped on the device when the norm is not finite or no target counted;
-    the loss scale halves then, and doubles after a run of good steps (Micikevicius et al., 2018)
+    the loss scale halves then, and doubles after a run of good steps (Micikevicius et al., 2018). A step
+    whose loss or norm lies above opt_state.limits is skipped too
  9. 16-bit weights from the master, in the same pass
 10. metrics as device scalars; the caller reads them when it wants them
 """
@@ -57,6 +58,7 @@ class OptState(NamedTuple):
     v: Tree  # fp32, second moment
     loss_scale: LossScale
     seed: Array  # (2,) uint32, of dropout
+    limits: Array | None = None  # (2,) fp32, largest loss and gradient norm that is applied; never saved
 
 
 class Scalar:
@@ -100,7 +102,7 @@ class Metrics:
     grad_norm: Scalar  # fp32, before clipping, unscaled
     lr: Scalar  # fp32
     loss_scale: Scalar  # fp32, the scale that this step used
-    skipped: Scalar  # bool: the gradients were not finite, or no target counted
+    skipped: Scalar  # bool: the gradients were not finite, no target counted, or a limit was passed
     n_targets: Scalar  # int
 
     def __init__(self, values, counts, batch: Batch):
@@ -256,6 +258,7 @@ class TrainStep:
         hyper, values, counts, step, updates, new_scale, good_steps = control(
             norm, sum_losses(losses), counts, state.step, state.updates, scale, state.loss_scale.good_steps,
             schedule=self.schedule, clip=cfg.clip, betas=cfg.betas, growth_interval=scaling.growth_interval,
+            limits=state.limits,
         )  # fmt: skip
         new_params, master, m, v = out
         adamw(
@@ -263,7 +266,8 @@ class TrainStep:
             hyper, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay,
             out=(master.buffer, m.buffer, v.buffer, new_params.buffer),
         )  # fmt: skip
-        new_state = OptState(step, updates, master, m, v, LossScale(new_scale, good_steps), state.seed)
+        scale = LossScale(new_scale, good_steps)
+        new_state = OptState(step, updates, master, m, v, scale, state.seed, state.limits)
         return new_params, new_state, Metrics(values, counts, batch)
 
     def _place(self, params, state, batch, device) -> Batch:
@@ -438,7 +442,7 @@ class CapturedStep:
                 _, new, metrics = self._step._run(params, state, buffers, out)
                 for target, source in zip(
                     _scalars(state)[:4], _scalars(new)[:4], strict=True
-                ):  # all but the seed
+                ):  # all but the seed and the limits, which no step changes
                     target[...] = source
                 return metrics._values, metrics._counts
 
@@ -447,12 +451,16 @@ class CapturedStep:
 
 
 def _scalars(state: OptState) -> tuple:
-    return state.step, state.updates, *state.loss_scale, state.seed
+    limits = state.limits
+    if limits is None:  # a graph has room for them from the first
+        limits = array_module(state.step).full(2, np.inf, np.float32)
+    return state.step, state.updates, *state.loss_scale, state.seed, limits
 
 
 def _with_scalars(state: OptState, scalars) -> OptState:
-    step, updates, value, good_steps, seed = scalars
-    return state._replace(step=step, updates=updates, loss_scale=LossScale(value, good_steps), seed=seed)
+    step, updates, value, good_steps, seed, limits = scalars
+    scale = LossScale(value, good_steps)
+    return state._replace(step=step, updates=updates, loss_scale=scale, seed=seed, limits=limits)
 
 
 def _trees(params: Tree, state: OptState) -> tuple[Tree, ...]:

@@ -163,6 +163,25 @@ def test_a_non_finite_gradient_skips_the_update_and_halves_the_scale():
     assert all(np.array_equal(x, y) for x, y in zip(before[:4], state_arrays(new, after)[:4], strict=True))
 
 
+def test_a_step_above_the_limits_of_its_state_is_skipped():
+    step, batch = make_train_step(TINY, TrainConfig(lr=1e-2)), batch_of(TINY)
+    params, state = init(TINY, 0, "fp16", "cpu")
+    _, _, seen = step(params, state, batch)
+    for limits, skipped in (
+        ([np.inf, np.inf], False),
+        ([float(seen.loss), float(seen.grad_norm)], False),
+        ([float(seen.loss) * 0.99, np.inf], True),
+        ([np.inf, float(seen.grad_norm) * 0.99], True),
+    ):
+        new, after, metrics = step(params, state._replace(limits=np.array(limits, np.float32)), batch)
+        assert bool(metrics.skipped) is np.array_equal(new.buffer, params.buffer) is skipped
+        assert (int(after.step[0]), int(after.updates[0])) == (1, 0 if skipped else 1)
+        assert (
+            float(after.loss_scale.value[0]) == 2.0**16
+            and after.limits.tolist() == np.float32(limits).tolist()
+        )
+
+
 def test_the_loss_scale_does_not_change_the_update():
     results = []
     for scale in (2.0**4, 2.0**12):
@@ -327,6 +346,17 @@ def test_a_snapshot_of_a_captured_run_can_be_gone_back_to(captured):
         assert int(kept[1].step[0]) == 1 and int(state.step[0]) == 3
         runs.append(state_arrays(params, state))
     assert all(np.array_equal(x, y) for x, y in zip(*runs, strict=True))
+
+
+def test_a_captured_step_reads_the_limits_of_every_call(captured):
+    step = captured(make_train_step(TINY, TrainConfig(lr=1e-2)))
+    params, state = init(TINY, 0, "fp32", "cpu")
+    skipped = []
+    for largest in (None, 1e-3, np.inf, 1e-3):
+        limits = None if largest is None else np.array([largest, np.inf], np.float32)
+        params, state, metrics = step(params, state._replace(limits=limits), batch_of(TINY))
+        skipped.append(bool(metrics.skipped))
+    assert skipped == [False, True, False, True] and int(state.updates[0]) == 2
 
 
 def test_a_captured_step_takes_its_own_params_with_a_new_optimizer_state(captured):

@@ -2,8 +2,9 @@
 
     norm = |g| / loss_scale                                g: the gradients of loss_scale * loss
     factor = min(1, clip / (norm + 1e-6)) / loss_scale
-    skip = norm is not finite, or no target counted, or an id lies outside the vocabulary
     loss = loss_sum / max(n_targets, 1)
+    skip = norm is not finite, or no target counted, or an id lies outside the vocabulary,
+           or loss > limits[0], or norm > limits[1]
 
 The learning rate at step s, the attempts before this one, with W = warmup, T = total, D = decay steps:
 
@@ -15,9 +16,10 @@ The learning rate at step s, the attempts before this one, with W = warmup, T = 
 
 Loss scaling (Micikevicius et al., 2018): when the norm is not finite a dynamic scale halves; after
 `growth_interval` good steps in a row it doubles. A batch without targets, or with bad ids, says nothing about
-the scale and leaves it alone. Bias correction counts applied updates, the schedule attempts.
+the scale and leaves it alone; a step above a limit counts as a good one. Bias correction counts applied
+updates, the schedule attempts.
 
-norm, loss_sum, loss_scale: (1,) fp32. step, updates, good_steps: (1,) int32.
+norm, loss_sum, loss_scale: (1,) fp32. step, updates, good_steps: (1,) int32. limits: (2,) fp32, inf for none.
 counts: (3,) int32 = (targets that count, first bad token, first bad target); no bad one is -1.
 hyper: (8,) fp32 = (lr, factor, skip, 1 / (1 - beta1**t), 1 / (1 - beta2**t), 0, 0, 0), what adamw reads;
 t = updates + 1. factor is 0 where skip is 1.
@@ -48,7 +50,7 @@ E1, E2, E3, E4, E5, E6 = (np.float32((-1) ** k / math.factorial(k + 1)) for k in
 
 
 def _control(
-    norm, loss_sum, counts, step, updates, loss_scale, good_steps,
+    norm, loss_sum, counts, step, updates, loss_scale, good_steps, limits,
     hyper, metrics, tally, new_step, new_updates, new_loss_scale, new_good_steps,
     lr, min_lr, warmup, end, span, cosine, clip, rate1, rate2, growth_interval,
 ):  # fmt: skip
@@ -68,7 +70,9 @@ def _control(
     unscaled = norm[0] / scale
     finite = unscaled <= LARGEST  # false for NaN
     usable = counts[0] > 0 and counts[1] < 0 and counts[2] < 0
-    applied = finite and usable
+    loss = loss_sum[0] / float32(max(counts[0], 1))
+    outlier = loss > limits[0] or unscaled > limits[1]
+    applied = finite and usable and not outlier
     factor = ZERO
     if applied:
         factor = min(ONE, clip / (unscaled + TINY))
@@ -86,7 +90,7 @@ def _control(
     for k in range(5, 8):
         hyper[k] = ZERO
 
-    metrics[0] = loss_sum[0] / float32(max(counts[0], 1))
+    metrics[0] = loss
     metrics[1] = unscaled
     metrics[2] = rate
     metrics[3] = scale
@@ -127,19 +131,23 @@ def _control_kernel():
 
 def control(
     norm, loss_sum, counts, step, updates, loss_scale, good_steps, *,
-    schedule, clip: float = 0.0, betas: tuple[float, float] = (0.9, 0.95), growth_interval: int = 0, out=None,
+    schedule, clip: float = 0.0, betas: tuple[float, float] = (0.9, 0.95), growth_interval: int = 0,
+    limits=None, out=None,
 ):  # fmt: skip
     """Returns `(hyper, metrics, counts, step, updates, loss_scale, good_steps)` after this attempt.
 
     `schedule` has the fields of `nbtrain.optim.Schedule`, valid ones. `clip`: the largest norm, 0 for any.
-    `growth_interval`: good steps before a dynamic loss scale doubles, 0 for a static one. `out` gives the
-    seven arrays to write; the last four may be the inputs.
+    `growth_interval`: good steps before a dynamic loss scale doubles, 0 for a static one. `limits`: (2,)
+    fp32, the largest loss and norm of a step that is applied, None for any. `out` gives the seven arrays to
+    write; the last four may be the inputs.
     """
     inputs = as_arrays(norm, loss_sum, counts, step, updates, loss_scale, good_steps)
+    xp = array_module(inputs[0])
+    inputs = *inputs, *as_arrays(xp.full(2, math.inf, np.float32) if limits is None else limits)
     expect(
         "control",
         "norm (1,) fp32, loss_sum (1,) fp32, counts (3,) int32, step (1,) int32, updates (1,) int32, "
-        "loss_scale (1,) fp32, good_steps (1,) int32",
+        "loss_scale (1,) fp32, good_steps (1,) int32, limits (2,) fp32",
         *inputs,
     )
     b1, b2 = betas
@@ -149,9 +157,8 @@ def control(
             f"clip = {clip}, growth_interval = {growth_interval}."
         )
     if out is None:
-        xp = array_module(inputs[0])
         eights = [xp.empty(8, np.float32) for _ in range(2)]
-        out = *eights, *(xp.empty_like(x) for x in inputs[2:])
+        out = *eights, *(xp.empty_like(x) for x in inputs[2:7])
     expect(
         "control's out",
         "hyper (8,) fp32, metrics (8,) fp32, counts (3,) int32, step (1,) int32, updates (1,) int32, "

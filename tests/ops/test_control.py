@@ -165,6 +165,34 @@ def test_a_norm_that_overflows_when_unscaled_is_not_finite(xp):
     assert hyper[2] == 1 and metrics[1] == np.inf
 
 
+@pytest.mark.parametrize(
+    "limits, skip",
+    [
+        ((math.inf, math.inf), False),
+        ((2.0, 0.5), False),  # exactly at both
+        ((1.9, 0.5), True),
+        ((2.0, 0.4), True),
+        ((math.nan, math.nan), False),
+    ],
+)
+def test_a_step_above_a_limit_is_skipped_and_the_scale_goes_on(xp, limits, skip):
+    """Loss 6 / 3, norm 0.5 without the scale; a finite gradient is a good step to the scale either way."""
+    hyper, metrics, _, step, updates, loss_scale, good_steps = run(
+        xp, norm=32768.0, loss_scale=65536.0, step=12, updates=9, good_steps=4, growth_interval=2000,
+        limits=xp.asarray(np.array(limits, np.float32)),
+    )  # fmt: skip
+    assert (step, updates, loss_scale, good_steps) == (13, 9 if skip else 10, 65536.0, 5)
+    assert hyper[2] == metrics[4] == skip and (hyper[1] == 0) == skip
+    assert metrics[:2].tolist() == [2.0, 0.5]
+
+
+def test_a_limit_does_not_hide_a_norm_that_is_not_finite(xp):
+    *_, loss_scale, good_steps = run(
+        xp, norm=math.inf, loss_scale=64.0, growth_interval=9, limits=xp.asarray(np.float32([1, 1]))
+    )
+    assert (loss_scale, good_steps) == (32.0, 0)
+
+
 def test_fresh_arrays_leave_the_inputs_and_in_place_gives_the_same(xp):
     given = inputs(xp, step=5, updates=4, loss_scale=2.0, good_steps=1)
     before = [x.copy() for x in given]
@@ -184,6 +212,8 @@ def test_rejects_shapes_dtypes_and_numbers_that_cannot_be_right(xp):
         control(norm, loss_sum, counts[:2], *state, schedule=CONSTANT)
     with pytest.raises(InvalidType, match="counts float32"):
         control(norm, loss_sum, counts.astype(np.float32), *state, schedule=CONSTANT)
+    with pytest.raises(InvalidValue, match=r"limits \(2,\)"):
+        control(norm, loss_sum, counts, *state, schedule=CONSTANT, limits=norm)
     for options in (dict(betas=(0.9, 1.0)), dict(clip=-1.0), dict(clip=math.nan), dict(growth_interval=-1)):
         with pytest.raises(InvalidValue, match="control expects betas"):
             control(norm, loss_sum, counts, *state, schedule=CONSTANT, **options)
