@@ -61,7 +61,10 @@ def check(xp, dtype, N, V, vocab_size):
     got = cross_entropy_backward(dlosses, logits, targets, lse, vocab_size=vocab_size)
     assert got.dtype == dtype
     want = cross_entropy_vjp(dlosses, logits, targets, vocab_size)
-    assert_close(got, want, dtype, name="dlogits", floor=1e-3)  # softmax - 1 at the target
+    # Over 50257 classes lse * log2(e) is about 22, where a ulp is 2**-19: its rounding, lse's own (there a
+    # ulp is 2**-20) and exp2's two ulps add up to 2.4e-6 in fp32, 20 eps.
+    scale = 2 if dtype == np.float32 and vocab_size > 2**15 else 1
+    assert_close(got, want, dtype, name="dlogits", scale=scale, floor=1e-3)  # softmax - 1 at the target
     assert not got[:, vocab_size:].any()
 
     dloss = xp.asarray(np.float32([0.37]))
@@ -69,7 +72,7 @@ def check(xp, dtype, N, V, vocab_size):
     again = cross_entropy_forward_backward(fused, targets, dloss, vocab_size=vocab_size)
     assert (again == losses).all()
     want = cross_entropy_vjp(np.full(N, 0.37), logits, targets, vocab_size)
-    assert_close(fused, want, dtype, name="fused dlogits", floor=1e-3)
+    assert_close(fused, want, dtype, name="fused dlogits", scale=scale, floor=1e-3)
     assert not fused[:, vocab_size:].any() and not fused[2::3].any()
 
 
