@@ -15,6 +15,7 @@ LAYERS = [
     {"text", "precision", "optim", "data", "model"},
     {"train"},
     {"checkpoint", "generate", "log"},
+    {"huggingface"},
     {"run", "doctor", "verify"},
     {"cli"},
     {"__init__", "__main__"},
