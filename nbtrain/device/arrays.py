@@ -8,6 +8,7 @@ import sys
 import ml_dtypes
 import numpy as np
 
+from nbtrain.device.outline import Outline
 from nbtrain.errors import InvalidType, InvalidValue
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
@@ -28,12 +29,15 @@ def cupy_or_none():
 
 
 def is_cupy(x) -> bool:
+    """True for CuPy's arrays, and for the outlines that stand for them where a step is planned."""
     cupy = cupy_or_none()
-    return cupy is not None and isinstance(x, cupy.ndarray)
+    return cupy is not None and isinstance(x, cupy.ndarray) or isinstance(x, Outline)
 
 
 def array_module(x):
-    """The module, `numpy` or `cupy`, that allocates arrays like `x`."""
+    """The module, `numpy` or `cupy`, that allocates arrays like `x`; for an outline, its card."""
+    if isinstance(x, Outline):
+        return x.card
     return cupy_or_none() if is_cupy(x) else np
 
 

@@ -2,10 +2,16 @@
 
 import os
 
-from nbtrain.device.arrays import aligned, is_cupy
+import numpy as np
+
+from nbtrain.device.arrays import aligned, bfloat16, is_cupy
 from nbtrain.device.backend import TARGET
+from nbtrain.device.outline import Outline
 from nbtrain.device.place import say_once
 from nbtrain.errors import InvalidValue, Unavailable
+
+HEAD_DIMS = (32, 64, 80, 96, 128)
+STATS_ROWS = 128  # what the backward pass works in is padded to a multiple of this many rows
 
 
 def fused_attention(qkv, H: int, sm_scale, dropout: float = 0.0):
@@ -21,6 +27,8 @@ def fused_attention(qkv, H: int, sm_scale, dropout: float = 0.0):
     if asked not in ("auto", "fused", "portable"):
         raise InvalidValue(f"NBTRAIN_ATTENTION is fused, portable or auto; got {asked!r}.")
     reason = "asked for" if asked == "portable" else _why_not(qkv, H, sm_scale, dropout)
+    if isinstance(qkv, Outline):
+        return None if reason else _Planned
     if reason and asked == "fused":
         raise Unavailable(
             f"NBTRAIN_ATTENTION=fused, but {reason}. Unset it to take products and softmax kernels."
@@ -34,15 +42,55 @@ def fused_attention(qkv, H: int, sm_scale, dropout: float = 0.0):
     return flash
 
 
-def _why_not(qkv, H, sm_scale, dropout) -> str | None:
-    if TARGET != "nvidia":
+def supported(dtype, D: int, dropout: float, capability: tuple[int, int] | None) -> str | None:
+    """None where fused kernels can do the job, else the reason why not.
+
+    capability: an NVIDIA GPU's, as (9, 0); None for any other device.
+    """
+    if capability is None:
         return "there are no fused kernels for this device"
+    if dtype not in (np.float16, bfloat16):
+        return f"fused attention takes fp16 and bf16, not {np.dtype(dtype)}"
+    if D not in HEAD_DIMS:
+        return f"fused attention takes head dimensions {', '.join(map(str, HEAD_DIMS))}, not {D}"
+    if dropout:
+        return "fused attention has no dropout"
+    if capability < (8, 0):
+        return f"fused attention needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+    return None
+
+
+def stats_shape(B: int, T: int, H: int) -> tuple[int, int, int]:
+    """Of the fp32 array that the backward pass works in."""
+    return 2, B * H, -(-T // STATS_ROWS) * STATS_ROWS
+
+
+class _Planned:
+    """The fused kernels as a planned step sees them: what they allocate."""
+
+    @staticmethod
+    def flash_forward(qkv, H, sm_scale, out, lse) -> None:
+        pass
+
+    @staticmethod
+    def flash_backward(dout, qkv, out, lse, H, sm_scale, dqkv) -> None:
+        B, T, _ = qkv.shape
+        qkv.card.empty(stats_shape(B, T, H), np.float32)
+
+
+def _why_not(qkv, H, sm_scale, dropout) -> str | None:
     if not sm_scale > 0:
         return f"fused kernels take a positive sm_scale, not {sm_scale}"
     if not aligned(8, qkv):
         return "fused kernels read 16 bytes at a time, and qkv does not begin at a multiple of 16"
+    return supported(qkv.dtype, qkv.shape[-1] // 3 // H, dropout, _capability(qkv))
+
+
+def _capability(qkv) -> tuple[int, int] | None:
+    if isinstance(qkv, Outline):
+        return qkv.card.capability
+    if TARGET != "nvidia":
+        return None
     from nbtrain.device.nvidia import flash
 
-    return flash.supported(
-        qkv.dtype, qkv.shape[-1] // 3 // H, dropout, flash.device_capability(qkv.device.id)
-    )
+    return flash.device_capability(qkv.device.id)

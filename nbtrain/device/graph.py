@@ -3,6 +3,7 @@
 
 import contextlib
 
+from nbtrain.device.outline import Pool, planned_card
 from nbtrain.errors import Unavailable
 
 
@@ -16,6 +17,14 @@ class Graph:
     """
 
     def __init__(self, warm_up, work):
+        card = planned_card()
+        if card is not None:
+            with card.using(Pool(card)) as self.pool:
+                warm_up()
+                self.pool.free_all_blocks()
+                warm_up()
+                self.result, self.graph = work(), None
+            return
         import cupy
 
         self.pool = cupy.cuda.MemoryPool()
@@ -44,7 +53,8 @@ class Graph:
                 raise
 
     def launch(self) -> None:
-        self.graph.launch()
+        if self.graph is not None:
+            self.graph.launch()
 
     @property
     def bytes(self) -> int:

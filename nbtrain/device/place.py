@@ -7,6 +7,7 @@ import numpy as np
 
 from nbtrain.device.arrays import is_cupy
 from nbtrain.device.backend import SIMULATED, TARGET
+from nbtrain.device.outline import Outline, planned_card
 from nbtrain.errors import InvalidValue, Unavailable
 
 _said: set[str] = set()
@@ -74,12 +75,14 @@ def resolve_device(name: str = "auto") -> tuple[str, str]:
 
 
 def device_of(x) -> str:
+    if isinstance(x, Outline):
+        return "plan"
     return f"{_gpu_kind()}:{x.device.id}" if is_cupy(x) else "cpu"
 
 
 def use(device: str):
     """A context in which new arrays and launches go to `device`."""
-    if device == "cpu":
+    if device in ("cpu", "plan"):
         return contextlib.nullcontext()
     import cupy
 
@@ -90,6 +93,8 @@ def to_device(x, device: str):
     """A copy of a NumPy array on `device`; on the CPU the array itself."""
     if device == "cpu":
         return np.ascontiguousarray(x)
+    if device == "plan":
+        return planned_card().asarray(x)
     import cupy
 
     with use(device):

@@ -33,6 +33,11 @@ class Scratch:
         return view
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes held now, by name."""
+        return {name: buffer.nbytes for name, buffer in self._buffers.items()}
+
+    @property
     def bytes(self) -> int:
         """Memory held now."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        return sum(self.sizes.values())

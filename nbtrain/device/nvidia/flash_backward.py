@@ -12,6 +12,7 @@ are the A operands of dV and dK. S and dP are multiplied twice: seven products w
 atomics, or with an exchange between blocks, needs five.
 """
 
+from nbtrain.device.fused_attention import STATS_ROWS
 from nbtrain.device.nvidia.flash_tiles import (
     NEGATIVE_INFINITY,
     Product,
@@ -24,8 +25,6 @@ from nbtrain.device.nvidia.flash_tiles import (
     tile_bytes,
 )
 from nbtrain.device.nvidia.ptx import ROW_BYTES
-
-STATS_ROWS = 128  # stats are padded to a multiple of this many rows
 
 
 def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False):
