@@ -26,7 +26,6 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 import nbtrain
-from nbtrain.checkpoint import INDEX as CHECKPOINT
 from nbtrain.checkpoint import load as load_checkpoint
 from nbtrain.config import GPTConfig
 from nbtrain.device.place import compute_capability, resolve_device, say_once, to_device, to_host, use
@@ -38,11 +37,8 @@ from nbtrain.tree import Layout, Tree
 
 CONFIG, MODEL, SHARDS = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-TOKENIZER, TOKENIZER_CONFIG, OWN_TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "nbtrain_tokenizer.json",
-)
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+OWN_TOKENIZER = "nbtrain_tokenizer.json"
 EXPORTED = (CONFIG, MODEL, TOKENIZER, TOKENIZER_CONFIG, OWN_TOKENIZER)  # what save_pretrained writes
 MARK = "exported_by"  # in config.json: the folder is ours to replace
 MAX_JSON_BYTES = 2**24  # the index of the largest GPT-2 is 50 kB
@@ -140,8 +136,8 @@ def save_pretrained(folder: str | Path, params: Tree, config: GPTConfig, tokeniz
     folder = Path(folder).resolve()
     if not isinstance(config, GPTConfig) or not isinstance(params, Tree):
         raise InvalidType(
-            f"save_pretrained expects (folder, params: Tree, config: GPTConfig); got {type(params).__name__}, "
-            f"{type(config).__name__}."
+            "save_pretrained expects (folder, params: Tree, config: GPTConfig); got "
+            f"{type(params).__name__}, {type(config).__name__}."
         )
     if params.layout != Layout.of(config.leaves()):
         raise InvalidValue(
@@ -172,9 +168,8 @@ def save_pretrained(folder: str | Path, params: Tree, config: GPTConfig, tokeniz
 def is_pretrained(folder: str | Path) -> bool:
     """Whether `folder` is meant as one of `transformers`, not a checkpoint or a run of nbtrain."""
     folder = Path(folder)
-    if (folder / CHECKPOINT).exists() or (folder / "checkpoint").exists():
-        return False
-    return any((folder / name).exists() for name in (CONFIG, MODEL, SHARDS, *PICKLES))
+    of_ours = any(folder.glob("checkpoint*"))  # checkpoint.json, or a run's checkpoint(s)
+    return not of_ours and any((folder / name).exists() for name in (CONFIG, MODEL, SHARDS, *PICKLES))
 
 
 def check_exportable(folder: Path) -> None:
@@ -282,8 +277,8 @@ def _read_config(file: Path, dropout: float | None) -> GPTConfig:
     inner = values.get("n_inner")
     if inner is not None and (isinstance(inner, bool) or inner != 4 * config.n_embd):
         raise InvalidValue(
-            f"{file}: n_inner must be null or 4 * n_embd = {4 * config.n_embd}; got {_short(inner)}. nbtrain's "
-            "MLP is four times as wide as the stream."
+            f"{file}: n_inner must be null or 4 * n_embd = {4 * config.n_embd}; got {_short(inner)}. "
+            "nbtrain's MLP is four times as wide as the stream."
         )
     return config
 
@@ -298,15 +293,15 @@ def _short(value) -> str:
 
 
 def _files(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, Any, str]]:
-    """Tensor name without its prefix -> (file, the file opened, name in it), of every tensor in the folder."""
+    """Tensor name without its prefix -> (file, the file opened, name in it), of every tensor there is."""
     if (folder / MODEL).is_file():
-        shards = {folder / MODEL: None}
+        shards: dict[Path, set[str] | None] = {folder / MODEL: None}
     elif (folder / SHARDS).is_file():
-        shards = _shards(folder)
+        shards = dict(_shards(folder))
     elif pickle := next((name for name in PICKLES if (folder / name).exists()), None):
         raise InvalidValue(
-            f"{folder / pickle} is a pickle, which can run any code as it is read, so nbtrain reads none. Where "
-            "you trust it, convert it with transformers: GPT2LMHeadModel.from_pretrained(folder)"
+            f"{folder / pickle} is a pickle, which can run any code as it is read, so nbtrain reads none. "
+            "Where you trust it, convert it with transformers: GPT2LMHeadModel.from_pretrained(folder)"
             ".save_pretrained(new_folder) writes model.safetensors."
         )
     else:
@@ -325,8 +320,8 @@ def _files(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, A
             name = sorted(names ^ expected)[0]
             which = "lacks" if name in expected else "holds"
             raise InvalidValue(
-                f"{file} {which} the tensor {_short(name)}, and {folder / SHARDS} says otherwise. The files are "
-                "not of one model: take them from one place again."
+                f"{file} {which} the tensor {_short(name)}, and {folder / SHARDS} says otherwise. The files "
+                "are not of one model: take them from one place again."
             )
         for name in sorted(names):
             plain = name.removeprefix(PREFIX)
@@ -367,8 +362,8 @@ def _check_inside(path: Path) -> None:
     in_cache = folder.parent.name == "snapshots" and target.parent == folder.parent.parent / "blobs"
     if target.parent != folder and not in_cache:
         raise InvalidValue(
-            f"{path} is a link to {target}, outside the folder. Put the file itself there, or give the folder "
-            "where it lies."
+            f"{path} is a link to {target}, outside the folder. Put the file itself there, or give the "
+            "folder where it lies."
         )
 
 
@@ -415,8 +410,8 @@ def _read_tensors(found: dict[str, tuple[Path, Any, str]], config: GPTConfig) ->
         file, opened, name = found[HEAD]
         if not np.array_equal(_get(file, opened, name), master["wte"][: config.vocab_size]):
             raise InvalidValue(
-                f"{file}: {name} is not wte.weight, so this model has an output layer of its own; nbtrain's is "
-                "the embedding (tied)."
+                f"{file}: {name} is not wte.weight, so this model has an output layer of its own; nbtrain's "
+                "is the embedding (tied)."
             )
     return master
 
@@ -428,8 +423,8 @@ def _check_tensor(file: Path, opened, name: str, shape: tuple[int, ...]) -> None
         raise InvalidValue(f"{file}: {name} must be {shape} by {CONFIG}; it is {_short(found)}.")
     if dtype not in WEIGHTS:
         raise InvalidValue(
-            f"{file}: {name} must be {', '.join(WEIGHTS)}; it is {dtype}. Quantized weights cannot be trained: "
-            "take the original ones."
+            f"{file}: {name} must be {', '.join(WEIGHTS)}; it is {dtype}. Quantized weights cannot be "
+            "trained: take the original ones."
         )
 
 
@@ -493,7 +488,7 @@ def _write_model(file: Path, params: Tree, config: GPTConfig) -> None:
         opened.write(struct.pack("<Q", len(text)) + text)
         for leaf, x in params:
             host = to_host(x[: rows[leaf]]).astype("<f4", copy=False)
-            opened.write(np.ascontiguousarray(host).reshape(-1).view(np.uint8))
+            opened.write(np.ascontiguousarray(host).data)
         _flush(opened)
 
 

@@ -20,7 +20,7 @@ from nbtrain.doctor import CUPY, FOR_GPU, NEEDED, advice
 from nbtrain.model import init_params
 from nbtrain.tokenizer import ByteTokenizer, CharTokenizer
 
-COMMANDS = ("train", "sample", "prepare", "eval", "doctor")
+COMMANDS = ("train", "sample", "prepare", "eval", "import", "export", "doctor")
 TEXT = "the quick brown fox jumps over the lazy dog.\n" * 60
 TINY = "--n-layer 1 --n-head 2 --n-embd 16 --block-size 16 --steps 12 --batch-size 4 --device cpu".split()
 
