@@ -52,6 +52,35 @@ def room() -> tuple[str, str]:
     return asked, "asked for"
 
 
+def plan() -> dict:
+    """The algorithms that this process has chosen for its products, as JSON can hold them; {} where nothing
+    is measured. Bits depend on them, so a checkpoint carries them."""
+    if room()[0] != "cublaslt":
+        return {}
+    from nbtrain.device.nvidia import lt
+
+    return lt.choices_made()
+
+
+def adopt(made: dict) -> str | None:
+    """Takes what `plan` gave in another process, for every product from now on. None, or the reason why the
+    products' bits may differ from that process's. InvalidValue: `made` is not what `plan` gives."""
+    if not isinstance(made, dict):
+        raise InvalidValue(f"a plan of products is a dict; got {type(made).__name__}.")
+    here, why = room()
+    if here != "cublaslt":
+        return (
+            f"its matrix products went through cuBLASLt, here they go through {here} ({why})"
+            if made
+            else None
+        )
+    if not made:
+        return "its matrix products went another way, here they go through cuBLASLt"
+    from nbtrain.device.nvidia import lt
+
+    return lt.take_choices(made)
+
+
 def gemm(a, b, out, *, alpha: float = 1.0, beta: float = 0.0, accumulate: str = "fp32", bias=None) -> None:
     """out = alpha * a @ b + beta * out + bias.  a (M, K), b (K, N), out (M, N), each with one contiguous
     axis, out's the last.

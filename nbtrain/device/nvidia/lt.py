@@ -6,7 +6,8 @@ foreign call.
 
 The algorithm of a shape is the fastest of the library's first candidates on this device that gives the same
 bits twice; split sums stay in fp32. Choices are kept on disk, by device and library version, so that a run
-repeats its bits in the next process.
+repeats its bits in the next process; `choices_made` and `take_choices` carry them to another machine of the
+same kind. A kept choice is taken only if the library offers it for that shape: nothing else is handed to it.
 """
 
 import contextlib
@@ -85,6 +86,7 @@ class _Plan:
             self.point(_AUX_POINTER, aux.data.ptr)
         self.layouts = [self._layout(x, transposed) for x, transposed in ((a, ta), (b, tb), (out, False))]
         self.candidates = self._candidates(alignment)
+        self.had_a_choice = len(self.candidates) > 1
         self.choose(0)
 
     @staticmethod
@@ -138,11 +140,17 @@ class _Plan:
         lt.matmul_desc_set_attribute(self.descriptor, attribute, self.word.ctypes.data, 8)
 
     def choose(self, i):
-        self.use(self.candidates["algorithm"][i] if len(self.candidates) else np.zeros(8, np.uint64))
-
-    def use(self, algorithm):
-        self.algorithm = np.array(algorithm, np.uint64)
+        offered = self.candidates["algorithm"]
+        self.algorithm = np.array(offered[i] if len(offered) else np.zeros(8), np.uint64)
         self.algorithm_at = self.algorithm.ctypes.data
+
+    def take(self, text: str | None) -> bool:
+        """Whether `text`, hexadecimal, is one of the candidates; it is chosen then."""
+        for i, algorithm in enumerate(self.candidates["algorithm"]):
+            if algorithm.tobytes().hex() == text:
+                self.choose(i)
+                return True
+        return False
 
     def __call__(self, a, b, out, alpha, beta, bias, aux, workspace, stream):
         self.scalars[0], self.scalars[1] = alpha, beta  # read by the call itself
@@ -170,29 +178,25 @@ def _workspace(device: int, stream: int):
     return cupy.empty(WORKSPACE, cupy.uint8)
 
 
+def _identity() -> str:
+    """What choices belong to: the kind of device and the library's version."""
+    name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
+    return f"{name}, cuBLASLt {lt.get_version()}"
+
+
 class Choices:
     """The algorithm of each product, as hexadecimal text by a readable key; kept on disk by device and
     library version."""
 
     def __init__(self):
-        name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
-        identity = hashlib.sha256(f"{name} {lt.get_version()}".encode()).hexdigest()[:16]
-        self.path = cache_folder() / f"gemm-{identity}.json"
+        digest = hashlib.sha256(_identity().encode()).hexdigest()[:16]
+        self.path = cache_folder() / f"gemm-{digest}.json"
         self.algorithms: dict[str, str] = {}
         with contextlib.suppress(OSError, ValueError):
-            found = json.loads(self.path.read_text())
-            if not isinstance(found, dict):
-                raise ValueError
-            self.algorithms = {
-                k: v for k, v in found.items() if isinstance(v, str) and re.fullmatch("[0-9a-f]{128}", v)
-            }
+            self.algorithms = checked_choices(json.loads(self.path.read_text()))
 
-    def get(self, key: str):
-        text = self.algorithms.get(key)
-        return None if text is None else np.frombuffer(bytes.fromhex(text), np.uint64)
-
-    def put(self, key: str, algorithm) -> None:
-        self.algorithms[key] = algorithm.tobytes().hex()
+    def put(self, key: str, algorithm: str) -> None:
+        self.algorithms[key] = algorithm
         text = json.dumps(self.algorithms, indent=1, sort_keys=True)
         with contextlib.suppress(OSError):  # without a disk the choice lasts as long as the process
             write_atomically(self.path, lambda file: file.write(text.encode()))
@@ -201,6 +205,40 @@ class Choices:
 @functools.cache
 def choices(device: int) -> Choices:
     return Choices()
+
+
+def checked_choices(found) -> dict[str, str]:
+    """`found`, if it is a dict of keys and algorithms, else InvalidValue."""
+    if not isinstance(found, dict) or not all(
+        isinstance(k, str) and isinstance(v, str) and re.fullmatch("[0-9a-f]{128}", v)
+        for k, v in found.items()
+    ):
+        raise InvalidValue("expected the algorithm of each product as 128 hexadecimal digits.")
+    return found
+
+
+def choices_made() -> dict:
+    """What this process has chosen, for products that left a choice."""
+    found = {_name(key): plan.algorithm.tobytes().hex() for key, plan in _plans.items() if plan.had_a_choice}
+    return {"for": _identity(), "algorithms": found} if found else {}
+
+
+def take_choices(made: dict) -> str | None:
+    """Takes what `choices_made` gave, for the products of this process from now on; returns why not, if
+    not."""
+    if made.get("for") != _identity():
+        return f"its matrix products were chosen on {str(made.get('for'))[:80]}; this is {_identity()}"
+    found = checked_choices(made.get("algorithms"))
+    choices(cupy.cuda.Device().id).algorithms.update(found)
+    refused = 0
+    for key, plan in _plans.items():
+        if (text := found.get(_name(key))) is not None:
+            refused += not plan.take(text)
+    return f"cuBLASLt no longer offers {refused} of its algorithms" if refused else None
+
+
+def _name(key: tuple) -> str:
+    return " ".join(map(str, key[:-1]))  # all but the device
 
 
 _plans: dict[tuple, _Plan] = {}
@@ -242,17 +280,14 @@ def _make(key, operands, alpha, beta, stream):
             "Use another dtype or shape."
         )
     kept = choices(out.device.id)
-    name = " ".join(map(str, key[:-1]))
-    algorithm = kept.get(name)
-    if algorithm is not None:
-        plan.use(algorithm)
-    elif len(plan.candidates) > 1:
+    name = _name(key)
+    if plan.had_a_choice and not plan.take(kept.algorithms.get(name)):
         if cupy.cuda.runtime.streamIsCapturing(stream):
             raise InvalidValue(
                 f"a product of a new shape under capture: {a.shape} @ {b.shape}. Run the step once before."
             )
         _measure(plan, a, b, out, bias, aux, alpha, beta, stream)
-        kept.put(name, plan.algorithm)
+        kept.put(name, plan.algorithm.tobytes().hex())
     return plan
 
 
