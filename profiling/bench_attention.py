@@ -25,17 +25,16 @@ from nbtrain.device.nvidia import flash
 from nbtrain.device.nvidia.flash import Config
 from profiling.timing import RESULTS, machine, write_results
 
-T, HEADS = 1024, {64: 12, 128: 6}
+T, HEADS = 1024, {64: 12, 80: 10, 96: 8, 128: 6}
 GROUPS = {"8M": 8 << 20, "16M": 16 << 20, "32M": 32 << 20, "all": 1 << 60}
 PARTS = ("forward", "dq", "dkv")
 TABLES = {"forward": flash.FORWARD, "dq": flash.BACKWARD_DQ, "dkv": flash.BACKWARD_DKV}
 # Beside those of TABLES, by part and head dimension
 VARIANTS = {
-    ("forward", 64): [
-        Config(2, 64, 2), Config(1, 64, 5), Config(1, 64, 4, "ring"), Config(1, 64, 5, "ring"),
-        Config(1, 64, 2, "tall"),
-    ],
-    ("forward", 128): [Config(2, 64, 1), Config(1, 64, 3, "ring"), Config(1, 64, 2, "tall")],
+    ("forward", 64): [Config(2, 64, 2), Config(1, 64, 5), Config(1, 64, 2, "tall")],
+    ("forward", 80): [Config(1, 64, 2, "tall")],
+    ("forward", 96): [Config(1, 64, 2, "tall")],
+    ("forward", 128): [Config(2, 64, 1), Config(1, 64, 2)],
     ("dq", 64): [Config(2, 64, 2), Config(1, 64, 3)],
     ("dq", 128): [Config(2, 64, 1)],
     ("dkv", 64): [Config(2, 64, 1), Config(1, 64, 2)],
@@ -44,7 +43,10 @@ VARIANTS = {
 
 
 def variants(part, D, arch) -> list[Config]:
-    return [flash.suited(TABLES[part], arch, D), *(VARIANTS[part, D] if arch == flash.WGMMA else [])]
+    return [
+        flash.suited(TABLES[part], arch, D),
+        *(VARIANTS.get((part, D), []) if arch == flash.WGMMA else []),
+    ]
 
 
 class Case:
@@ -290,7 +292,7 @@ def main() -> None:
     )
     parser.add_argument("--variants", action="store_true", help="time each way to cut a kernel")
     parser.add_argument("--part", nargs="+", default=PARTS, choices=PARTS, help="of --variants")
-    parser.add_argument("--head-dim", nargs="+", type=int, default=list(HEADS), choices=list(HEADS))
+    parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128], choices=list(HEADS))
     parser.add_argument("--dtype", nargs="+", choices=("bf16", "fp16"), help="bf16 fp16; --variants: bf16")
     parser.add_argument("--batch", nargs="+", type=int, default=[16, 32, 64])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")

@@ -10,7 +10,7 @@ from nbtrain.device import FLOATS
 from nbtrain.device.fused_attention import fused_attention
 from nbtrain.device.nvidia import flash
 from nbtrain.device.nvidia.flash_backward import dkv_body, dq_body
-from nbtrain.device.nvidia.flash_forward import forward_body, ring_body, tall_body
+from nbtrain.device.nvidia.flash_forward import forward_body, tall_body
 from nbtrain.errors import InvalidValue
 from tests.nvidia.warps import STORAGE, Memory, WarpTiles, run
 from tests.reference import attention, f64
@@ -80,8 +80,6 @@ def run_forward(body, storage, arch, B, T, H, D, group=3, **options):
         (forward_body, "f16", 90, 1, 1, 1, 32, {"W": 1}),
         (forward_body, "f16", 80, 1, 130, 2, 64, {"W": 2}),
         (forward_body, "bf16", 80, 1, 67, 2, 96, {"W": 1}),
-        (ring_body, "bf16", 90, 1, 256, 2, 128, {"whole": True}),
-        (ring_body, "f16", 90, 1, 130, 2, 96, {}),
         (tall_body, "bf16", 90, 1, 384, 2, 128, {"whole": True}),
         (tall_body, "f16", 90, 1, 261, 1, 64, {}),
         (tall_body, "f16", 90, 1, 193, 1, 96, {}),

@@ -17,14 +17,15 @@ from typing import NamedTuple
 import numpy as np
 
 from nbtrain.device.arrays import aligned, array_module, bfloat16, expect
+from nbtrain.device.fused_attention import HEAD_DIMS as HEAD_DIMS
+from nbtrain.device.fused_attention import stats_shape, supported
 from nbtrain.device.launching import launch
 from nbtrain.device.nvidia import kernel
-from nbtrain.device.nvidia.flash_backward import STATS_ROWS, dkv_body, dq_body
-from nbtrain.device.nvidia.flash_forward import forward_body, ring_body, tall_body
+from nbtrain.device.nvidia.flash_backward import dkv_body, dq_body
+from nbtrain.device.nvidia.flash_forward import forward_body, tall_body
 from nbtrain.device.nvidia.ptx import Tiles
 from nbtrain.errors import InvalidValue
 
-HEAD_DIMS = (32, 64, 80, 96, 128)
 LOG2E = math.log2(math.e)
 _STORAGE = {np.dtype(np.float16): "f16", bfloat16: "bf16"}
 WGMMA, MMA = 90, 80
@@ -38,7 +39,7 @@ class Config(NamedTuple):
     warpgroups: int
     tile: int = 64
     blocks: int = 1
-    form: str = "step"  # of the forward kernel: step, ring or tall
+    form: str = "step"  # of the forward kernel: step or tall
 
     @property
     def rows(self) -> int:
@@ -47,7 +48,7 @@ class Config(NamedTuple):
 
 # By instruction set, then by the largest head dimension that they suit.
 FORWARD = {
-    WGMMA: {64: Config(1, 64, 4), 96: Config(1, 64, 2), 128: Config(1, 64, 2)},
+    WGMMA: {64: Config(1, 64, 4), 96: Config(1, 64, 2), 128: Config(1, 64, 2, "tall")},
     MMA: {64: Config(1, 64, 3), 96: Config(1, 64, 2), 128: Config(1, 64, 1)},
 }
 BACKWARD_DQ = {
@@ -61,19 +62,6 @@ BACKWARD_DKV = {
 # The heads whose blocks run together are as many as have this much of what is read again and again: K and V,
 # or Q and dO.
 FORWARD_GROUP, DQ_GROUP, DKV_GROUP = 16 << 20, 8 << 20, 16 << 20
-
-
-def supported(dtype, D: int, dropout: float, capability: tuple[int, int]) -> str | None:
-    """None where these kernels can do the job, else the reason why not."""
-    if dtype not in _STORAGE:
-        return f"fused attention takes fp16 and bf16, not {dtype}"
-    if D not in HEAD_DIMS:
-        return f"fused attention takes head dimensions {', '.join(map(str, HEAD_DIMS))}, not {D}"
-    if dropout:
-        return "fused attention has no dropout"
-    if capability < (8, 0):
-        return f"fused attention needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
-    return None
 
 
 def instruction_set(capability: tuple[int, int]) -> int:
@@ -113,9 +101,8 @@ def _compiled(body, storage, arch, D, config: Config, **options):
 
 @functools.cache
 def forward_kernel(storage: str, arch: int, D: int, config: Config, whole: bool):
-    if config.form != "step":
-        body = {"ring": ring_body, "tall": tall_body}[config.form]
-        return _compiled(body, storage, arch, D, config, whole=whole)
+    if config.form == "tall":
+        return _compiled(tall_body, storage, arch, D, config, whole=whole)
     return _compiled(forward_body, storage, arch, D, config, W=config.warpgroups, BN=config.tile, whole=whole)
 
 
@@ -133,11 +120,6 @@ def group_of_heads(heads: int, T: int, D: int, group_bytes: int) -> int:
     """How many heads run together where what they read again may take `group_bytes`."""
     per_head = T * D * 4  # two 16-bit tensors
     return max(1, min(heads, group_bytes // per_head))
-
-
-def stats_shape(B: int, T: int, H: int) -> tuple[int, int, int]:
-    """Of the fp32 array that the backward pass works in."""
-    return 2, B * H, -(-T // STATS_ROWS) * STATS_ROWS
 
 
 def flash_forward(

@@ -5,10 +5,9 @@ S = Q K^T, masked;  m = running row maximum;  P = exp2(sm_scale log2(e) (S - m))
 m)) + P V
 
 `forward_body`: 64 queries a warpgroup, which multiplies, waits, takes exponentials, multiplies, waits; the
-other blocks on the multiprocessor fill its pauses. `ring_body`: the same with less shared memory, so that
-more blocks fit. `tall_body`: a warpgroup owns two halves of 64 queries
-and takes the exponentials of one half while the tensor cores multiply for the other; K and V are read half
-as often.
+other blocks on the multiprocessor fill its pauses. `tall_body`: a warpgroup owns two halves of 64 queries and
+takes the exponentials of one half while the tensor cores multiply for the other; K and V are read half as
+often, which is worth more than the registers it costs where a head has 128 columns.
 """
 
 import math
@@ -191,107 +190,6 @@ def forward_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False):
         )  # fmt: skip
 
     return flash_forward, THREADS, Q + 2 * STAGE
-
-
-def ring_body(tiles, D: int, whole: bool = False):
-    """(kernel function, threads, bytes of shared memory): 64 queries; tiles of 64 keys and their values take
-    turns in three places, where `forward_body` has four.
-    """
-    BM, BN, THREADS, STRIDE = 64, 64, 128, 16
-    KV = tile_bytes(BN, D)
-    Q = tile_bytes(BM, D)
-    KS, NS, NO, PANEL_BYTES = D // 16, BN // 2, D // 2, BN * ROW_BYTES
-    begin, mask, softmax, finish = _routines(tiles, D, BM, BN, whole)
-    address, thread, block, uniform, udiv, sync, commit = (
-        tiles.address, tiles.thread, tiles.block, tiles.uniform, tiles.udiv, tiles.sync, tiles.commit
-    )  # fmt: skip
-
-    @tiles.op("-> i32")
-    def shared(e):
-        return e.shared("flash_forward_shared")
-
-    @tiles.op("i32, i32, i32, i32 -> i32, i32")
-    def place(e, index, heads, blocks, group):
-        return pick(e, index, heads, blocks, group)
-
-    @tiles.op("i32, i64, i64, i32, i32")
-    def copy(e, target, source, step, left, chunk):
-        copy_tile(e, target, source, step, left, chunk, BN, D, THREADS, whole)
-
-    @tiles.op("")
-    def all_but_the_last_arrived(e):
-        e.wait(1)
-        e.fence_async()
-
-    @tiles.op(f"i32, i32 -> f32*{NS}")
-    def scores(e, q, k):
-        return products(e, Product(None, BN, KS, q, k, False, PANEL_BYTES, PANEL_BYTES))[0]
-
-    @tiles.op(f"f32*{NO}, u32*{NS // 2}, i32 -> f32*{NO}")
-    def weigh(e, o, p, v):
-        return products(e, Product(o, D, BN // 16, p, v, True, 0, PANEL_BYTES))[0]
-
-    def flash_forward(qkv, out, lse, T, H, heads, group, sl):
-        blocks = udiv(T + (BM - 1), BM)
-        bh, j = place(block(), heads, blocks, group)
-        b = udiv(bh, H)
-        h = bh - b * H
-        q0 = (blocks - 1 - j) * BM  # heaviest first
-        t = thread()
-        lane = t & 31
-        warp = uniform(t >> 5)
-        chunk = t & 7
-        row = t >> 3
-        stride = H * (6 * D)
-        step = stride * STRIDE
-        source = address(qkv) + (b * T + row) * stride + h * (2 * D) + chunk * 16
-        k_source = source + H * (2 * D)
-        v_source = k_source + H * (2 * D)
-        sm = shared()
-        target = sm + row * ROW_BYTES + ((chunk ^ (row & 7)) << 4)
-        copy(target, source + q0 * stride, step, T - q0 - row, chunk)
-        copy(target + Q, k_source, step, T - row, chunk)
-        commit()
-        copy(target + Q + KV, v_source, step, T - row, chunk)
-        commit()
-        w0 = q0 + warp * 16
-        diff = (lane >> 2) - 2 * (lane & 3) + w0
-        o, largest, total = begin()
-        last = min(q0 + BM, T)
-        at_k = Q
-        at_v = Q + KV
-        spare = Q + 2 * KV
-        k0 = 0
-        while k0 < last:
-            off = (k0 + BN) * stride
-            left = T - k0 - BN - row
-            all_but_the_last_arrived()  # the keys are there
-            sync()
-            if k0 + BN < last:
-                copy(target + spare, k_source + off, step, left, chunk)
-            commit()
-            s = scores(sm, sm + at_k)
-            if k0 == q0:
-                s = mask(s, diff - k0)
-            p, largest, total, o = softmax(s, largest, total, o, sl)
-            all_but_the_last_arrived()  # the values are there
-            sync()
-            if k0 + BN < last:
-                copy(target + at_k, v_source + off, step, left, chunk)
-            commit()
-            o = weigh(o, p, sm + at_v)
-            at_k, at_v, spare = spare, at_k, at_v
-            k0 += BN
-        sync()
-        orow = H * (2 * D)
-        finish(
-            o, largest, total, sl, address(lse) + (bh * T + w0 + (lane >> 2)) * 4, T - w0 - (lane >> 2),
-            sm + warp * (16 * ROW_BYTES),
-            address(out) + (b * T + w0 + (lane >> 3)) * orow + h * (2 * D) + (lane & 7) * 16,
-            orow * 4, T - w0 - (lane >> 3),
-        )  # fmt: skip
-
-    return flash_forward, THREADS, Q + 3 * KV
 
 
 def tall_body(tiles, D: int, whole: bool = False):
