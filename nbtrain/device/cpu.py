@@ -261,6 +261,11 @@ def _blas_controllers():
     return own or blas
 
 
+def blas_architectures() -> str:
+    """The kinds of CPU whose kernels that BLAS chose here: "SkylakeX"."""
+    return " ".join(sorted({str(getattr(lib, "architecture", "?")) for lib in _blas_controllers()}))
+
+
 @contextlib.contextmanager
 def _one_blas_thread():
     """Keeps the BLAS inside twins to one thread while they run, and leaves it as it was."""

@@ -1,4 +1,4 @@
-"""Host arrays to the GPU beside the work that runs there: pinned memory, a copy stream, events."""
+"""Arrays to the GPU and back beside the work that runs there: pinned memory, a copy stream, events."""
 
 from collections import deque
 from typing import NamedTuple
@@ -58,7 +58,7 @@ class Uploader:
         offsets, n_bytes = [], 0
         for array in arrays:
             offsets.append(n_bytes)
-            n_bytes += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+            n_bytes += _padded(array.nbytes)
         with self._device:
             pinned = self._next_pinned(n_bytes)
             for array, offset in zip(arrays, offsets, strict=True):
@@ -103,6 +103,94 @@ class Uploader:
                 pinned = _Pinned(self._cupy, n_bytes)
         self._pinned.append(pinned)
         return pinned
+
+
+class Snapshots:
+    """Copies of arrays as they are at one moment, in host memory that is taken once and used again.
+
+    On a GPU the copy runs on a stream of its own, behind what the current stream has queued. What is queued
+    there afterwards waits for the copy, since a donated or captured step writes over what it was given: that
+    is the copy's whole price, and the host does not wait. `wait` does, in whichever thread needs the bytes.
+    On the CPU `take` returns when the copy is done.
+    """
+
+    def __init__(self, device: str):
+        self._memory = np.empty(0, np.uint8)
+        self._device = None
+        if device != "cpu":
+            self._cupy, index = _cupy_device(device)
+            self._device = self._cupy.cuda.Device(index)
+            with self._device:
+                self._stream = self._cupy.cuda.Stream(non_blocking=True)
+                self._queued = self._cupy.cuda.Event(disable_timing=True)
+                self._begun, self._copied = self._cupy.cuda.Event(), self._cupy.cuda.Event()
+
+    def reserve(self, n_bytes: int) -> None:
+        """Takes host memory for snapshots of up to `n_bytes`, so that the first `take` need not."""
+        if len(self._memory) >= n_bytes:
+            return
+        self._memory = np.empty(0, np.uint8)  # the smaller one goes first
+        if self._device is None:
+            self._memory = np.zeros(n_bytes, np.uint8)
+            self._memory[::4096] = 1  # the system gives pages when they are written
+            return
+        cupy = self._cupy
+        try:
+            with self._device:
+                self._memory = np.frombuffer(cupy.cuda.alloc_pinned_memory(n_bytes), np.uint8, n_bytes)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise Unavailable(
+                f"a snapshot takes {n_bytes:,} bytes of pinned host memory, which cannot be had ({error}). "
+                "Free memory, or save with wait=True, which takes none."
+            ) from None
+
+    def take(self, arrays) -> tuple[np.ndarray, ...]:
+        """The arrays' copies, which hold until the next call; on a GPU they are filled once `wait`
+        returns."""
+        self.reserve(snapshot_bytes(arrays))
+        copies, offset = [], 0
+        for array in arrays:
+            part = self._memory[offset : offset + array.nbytes]
+            copies.append(part.view(array.dtype).reshape(array.shape))
+            offset += _padded(array.nbytes)
+        if self._device is None:
+            for array, copy in zip(arrays, copies, strict=True):
+                np.copyto(copy, array)
+            return tuple(copies)
+        runtime = self._cupy.cuda.runtime
+        with self._device:
+            current = self._cupy.cuda.get_current_stream()
+            self._queued.record(current)
+            self._stream.wait_event(self._queued)
+            self._begun.record(self._stream)
+            for array, copy in zip(arrays, copies, strict=True):
+                runtime.memcpyAsync(
+                    copy.ctypes.data,
+                    array.data.ptr,
+                    array.nbytes,
+                    runtime.memcpyDeviceToHost,
+                    self._stream.ptr,
+                )
+            self._copied.record(self._stream)
+            current.wait_event(self._copied)
+        return tuple(copies)
+
+    def wait(self) -> float:
+        """Waits until the last snapshot is whole; returns how long the copy kept the GPU, in ms."""
+        if self._device is None:
+            return 0.0
+        with self._device:
+            self._copied.synchronize()
+            return self._cupy.cuda.get_elapsed_time(self._begun, self._copied)
+
+
+def snapshot_bytes(arrays) -> int:
+    """Host memory that a snapshot of the arrays takes."""
+    return sum(_padded(array.nbytes) for array in arrays)
+
+
+def _padded(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _cupy_device(device: str):
