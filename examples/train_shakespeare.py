@@ -3,7 +3,7 @@
     python examples/train_shakespeare.py
     python examples/train_shakespeare.py --text my.txt --steps 500 --device cuda:0
 
-The folder --out receives a checkpoint that `nbtrain sample` and `nbtrain eval` take.
+The folder --out receives a `checkpoint` that `nbtrain sample` and `nbtrain eval` take.
 """
 
 import argparse

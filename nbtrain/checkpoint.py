@@ -3,10 +3,12 @@
     model.safetensors       the fp32 master weights, by leaf name, without the padding between leaves
     optimizer.safetensors   m.<leaf>, v.<leaf> in fp32, OptState's scalars; none without an opt_state
     checkpoint.json         format version, configs, dtype trained in, tokenizer, place in the data, library
-                            versions, size and SHA-256 of the files above; "digest" covers all the rest
+                            versions, machine, plan of the GPU's products, size and SHA-256 of the files
+                            above; "digest" covers all the rest
 
 A folder is written beside its place, flushed to the disk, then renamed over, so a checkpoint is whole or
-absent. Nothing is unpickled. What is damaged is named, and nothing of it is used.
+absent. Nothing is unpickled. What is damaged is named, and nothing of it is used. A run keeps several, as
+`nbtrain.checkpoints` says; `load` takes the newest good one.
 """
 
 import contextlib
@@ -20,6 +22,7 @@ import secrets
 import shutil
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +31,8 @@ from safetensors import SafetensorError, safe_open
 
 import nbtrain
 from nbtrain.config import GPTConfig, TrainConfig, from_dict
-from nbtrain.device import FLOATS
+from nbtrain.device import FLOATS, blas
+from nbtrain.device.machine import machine
 from nbtrain.device.place import resolve_device, to_device, to_host, use
 from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.precision import LossScale
@@ -40,17 +44,19 @@ VERSION = 1
 FORMAT = "nbtrain checkpoint"
 MODEL, OPTIMIZER, INDEX = "model.safetensors", "optimizer.safetensors", "checkpoint.json"
 MAX_INDEX_BYTES = 2**26  # the largest tokenizer is a quarter of it
-LIBRARIES = (
-    "numpy",
-    "numba",
-    "scipy",
-    "ml-dtypes",
-    "safetensors",
-    "numba-cuda",
-    "numba-hip",
-    "nvmath-python",
-)
+STEPS = "checkpoints"  # in a run's folder: its checkpoints, each in a folder of its step
+STEP = re.compile(r"(step_\d{8,})(\.(tmp|old)-[0-9a-f]{8})?")
+REPLACED = "replaced"  # in that: those that a new run replaces, until it has saved one
+LIBRARIES = ("numpy", "numba", "llvmlite", "scipy", "ml-dtypes", "safetensors")
+GPU_LIBRARIES = (
+    "numba-cuda", "numba-hip", "nvmath-python", "cupy-cuda13x", "cupy-cuda12x", "cupy-rocm-7-0",
+    "nvidia-cublas", "nvidia-cublas-cu12",
+)  # fmt: skip
+NO_BITS = {"python", "safetensors"}  # no result depends on their versions
 SAFETENSORS_DTYPES = {np.dtype(np.float32): "F32", np.dtype(np.int32): "I32", np.dtype(np.uint32): "U32"}
+
+
+Spec = tuple[tuple[int, ...], str]  # a tensor's shape and safetensors' name of its dtype
 
 
 class Checkpoint(NamedTuple):
@@ -62,7 +68,7 @@ class Checkpoint(NamedTuple):
     tokenizer: Any  # CharTokenizer, ByteTokenizer or None
     data_state: dict | None  # for batches(..., state=)
     train_config: TrainConfig | None
-    meta: dict  # path, dtype, versions, extra
+    meta: dict  # path, dtype, versions, machine, extra; differs: texts, what here may give other bits
 
 
 def save(
@@ -84,6 +90,21 @@ def save(
     """
     directory = Path(directory).resolve()
     check_replaceable(directory)
+    index = describe(
+        params,
+        opt_state,
+        config=config,
+        train_config=train_config,
+        tokenizer=tokenizer,
+        data_state=data_state,
+        extra=extra,
+    )
+    write(directory, index, params if opt_state is None else opt_state.master, opt_state)
+    return directory
+
+
+def describe(params: Tree, opt_state: OptState | None, *, config, train_config, tokenizer, data_state, extra):
+    """checkpoint.json of this state, but for its files: everything that can be wrong with it is said here."""
     layout = Layout.of(config.leaves())
     trees = {"params": params}
     if opt_state is not None:
@@ -105,18 +126,23 @@ def save(
         "data_state": data_state,
         "extra": extra,
         "versions": _versions(),
+        "machine": machine(params.device),
+        "gemm_plan": blas.plan(),
         "files": {},
     }
     try:
-        index = json.loads(json.dumps(index))  # as it will be read: tuples are lists, keys are str
+        return json.loads(json.dumps(index))  # as it will be read: tuples are lists, keys are str
     except (TypeError, ValueError) as error:
         raise InvalidType(f"data_state and extra must be what JSON can hold: {error}.") from None
 
+
+def write(directory: Path, index: dict, weights: Tree, opt_state: OptState | None) -> None:
+    """Puts the folder `directory` on the disk: `describe`'s index, the weights of record, and the state if
+    there is one."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     fresh = directory.with_name(f"{directory.name}.tmp-{secrets.token_hex(4)}")
     try:
         fresh.mkdir()
-        weights = params if opt_state is None else opt_state.master
         index["files"][MODEL] = _write_tensors(fresh / MODEL, dict(weights))
         if opt_state is not None:
             tensors = {f"{tree}.{name}": x for tree in ("m", "v") for name, x in getattr(opt_state, tree)}
@@ -129,22 +155,50 @@ def save(
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
-    return directory
 
 
-def load(directory: str | Path, device: str = "auto") -> Checkpoint:
-    """The checkpoint in `directory`, or in its folder "checkpoint" where `directory` is that of a run.
+def load(
+    directory: str | Path, device: str = "auto", *, passed_over: Callable[[str], None] | None = None
+) -> Checkpoint:
+    """The checkpoint in `directory`; of a run's folder, the newest good one.
 
-    Every byte is checked before any of it is used. After a crash while an older checkpoint was being
-    replaced, the newest complete one is found.
+    Every byte is checked before any of it is used. `passed_over` is told of each damaged one that the
+    newest good one follows, and why; it prints on stderr where it is None. After a crash while a checkpoint
+    was being replaced, the newest complete one is found.
     """
-    path = _find(Path(directory))
+    place, _ = resolve_device(device)
+    directory = Path(directory).resolve()
+    folder = directory / STEPS if (directory / STEPS).is_dir() else directory
+    paths = saved_steps(folder)
+    if folder != directory and not paths:
+        before = folder / REPLACED
+        hint = f" Those of the run before are in {before}." if before.is_dir() else ""
+        raise InvalidValue(f"there is no checkpoint in {folder} yet.{hint}")
+    if (directory / INDEX).is_file() or not paths:
+        return _load(_find(directory), place)
+    damages = []
+    for path in paths:
+        try:
+            found = _load(_find(path), place)
+        except (InvalidValue, OSError) as error:
+            damages.append(str(error))
+            continue
+        for damage in damages:
+            (passed_over or _print)(f"passed over a damaged checkpoint: {damage}")
+        return found
+    raise InvalidValue(f"none of the {len(paths)} checkpoints in {folder} is good. {' '.join(damages)}")
+
+
+def _print(text: str) -> None:
+    print(f"nbtrain: {text}", file=sys.stderr)
+
+
+def _load(path: Path, place: str) -> Checkpoint:
     index = _read_index(path)
     for name, expected in index["files"].items():
         _check_file(path / name, expected)
     config = _config(path, GPTConfig, index["config"])
     layout = Layout.of(config.leaves())
-    place, _ = resolve_device(device)
     dtype = FLOATS[index["dtype"]]
     with use(place):
         with _tensors(path / MODEL, {leaf.name: (leaf.shape, "F32") for leaf in layout.leaves}) as tensors:
@@ -165,8 +219,47 @@ def load(directory: str | Path, device: str = "auto") -> Checkpoint:
         _tokenizer(path, index["tokenizer"], config),
         index["data_state"],
         index["train_config"] and _config(path, TrainConfig, index["train_config"]),
-        {"path": path, "dtype": index["dtype"], "versions": index["versions"], "extra": index["extra"] or {}},
+        {
+            "path": path,
+            "dtype": index["dtype"],
+            "versions": index["versions"],
+            "machine": index["machine"],
+            "differs": _differences(path, index, place),
+            "extra": index["extra"] or {},
+        },
     )
+
+
+def _differences(path: Path, index: dict, place: str) -> list[str]:
+    """What is not as it was where the checkpoint was saved, and may so change bits. The plan of the GPU's
+    products is taken from it where it can be."""
+    there, here = index["machine"], machine(place)
+    found = []
+    if there.get("device") != here["device"]:
+        found.append(f"device {_short(there.get('device'))}, here {here['device']}")
+    else:
+        for name in sorted(there.keys() | here.keys()):
+            a, b = _short(there.get(name)), _short(here.get(name))
+            if there.get(name) != here.get(name):
+                found.append(f"other {name}" if a == b or len(a + b) > 80 else f"{name} {a}, here {b}")
+    versions = _versions()
+    for name in sorted((index["versions"].keys() | versions.keys()) - NO_BITS):
+        a, b = index["versions"].get(name, "none"), versions.get(name, "none")
+        if a != b and (place != "cpu" or name not in GPU_LIBRARIES):
+            found.append(f"{_short(name)} {_short(a)}, here {_short(b)}")
+    if place != "cpu" and there.get("device") == here["device"]:
+        try:
+            reason = blas.adopt(index["gemm_plan"])
+        except InvalidValue as error:
+            raise InvalidValue(f"{path / INDEX}: {error}") from None
+        if reason is not None:
+            found.append(reason)
+    return found
+
+
+def _short(value) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 # ----------------------------------------------------------------------------
@@ -206,6 +299,29 @@ def _replace(directory: Path, fresh: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
+def saved_steps(folder: Path) -> list[Path]:
+    """Where the checkpoints in a run's folder of them are or, after an interrupted save, were to be: the
+    newest first."""
+    if not folder.is_dir():
+        return []
+    names = {found[1] for entry in folder.iterdir() if (found := STEP.fullmatch(entry.name))}
+    return [folder / name for name in sorted(names, key=step_of, reverse=True)]
+
+
+def step_of(name: str) -> int:
+    """The step of a folder called "step_00001000"."""
+    return int(name.removeprefix("step_"))
+
+
+def is_complete(path: Path) -> bool:
+    """Whether the files of the checkpoint are there in their lengths; their bytes are not read."""
+    try:
+        files = _read_index(path)["files"]
+        return all((path / name).stat().st_size == expected["bytes"] for name, expected in files.items())
+    except (InvalidValue, OSError):
+        return False
+
+
 def _leftovers(directory: Path) -> list[Path]:
     """Folders that an interrupted `save` left beside `directory`: the new ones first, then the old ones."""
     if not directory.parent.is_dir():
@@ -220,9 +336,6 @@ def _find(directory: Path) -> Path:
     directory = directory.resolve()
     if (directory / INDEX).is_file():
         return directory
-    inner = directory / "checkpoint"
-    if (inner / INDEX).is_file() or _leftovers(inner):
-        return _find(inner)
     if directory.exists() and any(directory.iterdir() if directory.is_dir() else [directory]):
         raise InvalidValue(
             f"{directory} is no checkpoint: there is no {INDEX} in it. Give the folder that save wrote, or "
@@ -266,7 +379,7 @@ def _flush_folder(folder: Path) -> None:
 
 def _versions() -> dict[str, str]:
     versions = {"nbtrain": nbtrain.__version__, "python": sys.version.split()[0]}
-    for name in LIBRARIES:
+    for name in LIBRARIES + GPU_LIBRARIES:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -303,8 +416,9 @@ def _read_index(path: Path) -> dict:
     if digest != _digest(index):
         raise InvalidValue(f"{file} is damaged: its digest does not belong to its content.")
     types = {
-        "dtype": str, "config": dict, "train_config": dict | None, "tokenizer": dict | None, "data_state":
-        dict | None, "extra": dict | None, "versions": dict, "files": dict,
+        "dtype": str, "config": dict, "train_config": dict | None, "tokenizer": dict | None,
+        "data_state": dict | None, "extra": dict | None, "versions": dict, "machine": dict,
+        "gemm_plan": dict, "files": dict,
     }  # fmt: skip
     for field, kind in types.items():
         if field not in index or not isinstance(index[field], kind):
@@ -407,15 +521,17 @@ def _write_tensors(file: Path, tensors: dict) -> dict:
 
 
 @contextlib.contextmanager
-def _tensors(file: Path, expected: dict[str, tuple[tuple[int, ...], str]]):
-    """An open safetensors file whose names, shapes and dtypes are those of `expected`, checked before a
-    tensor is read."""
+def _tensors(file: Path, expected: dict[str, Spec], optional: dict[str, Spec] | None = None):
+    """An open safetensors file whose names, shapes and dtypes are those of `expected` and perhaps of
+    `optional`, checked before a tensor is read."""
     try:
         opened = safe_open(file, framework="numpy")
     except SafetensorError as error:
         raise InvalidValue(f"{file} is damaged: it is no safetensors file ({error}).") from None
     with opened as tensors:
-        if unlike := set(tensors.keys()) ^ set(expected):
+        present = set(tensors.keys())
+        expected = expected | {name: spec for name, spec in (optional or {}).items() if name in present}
+        if unlike := present ^ set(expected):
             name = sorted(unlike)[0]
             which = "lacks the" if name in expected else "has an unknown"
             raise InvalidValue(
@@ -439,7 +555,8 @@ def _read_tree(layout: Layout, tensors, prefix: str) -> Tree:
 
 
 def _scalars(opt_state: OptState) -> dict:
-    return {
+    limits = {} if opt_state.limits is None else {"limits": opt_state.limits}
+    return limits | {
         "step": opt_state.step,
         "updates": opt_state.updates,
         "loss_scale": opt_state.loss_scale.value,
@@ -457,10 +574,11 @@ def _read_opt_state(file: Path, layout: Layout, master: Tree, place: str) -> Opt
         "good_steps": ((1,), "I32"),
         "seed": ((2,), "U32"),
     }
-    with _tensors(file, leaves | scalars) as tensors:
+    with _tensors(file, leaves | scalars, {"limits": ((2,), "F32")}) as tensors:
         m, v = (
             Tree(layout, to_device(_read_tree(layout, tensors, f"{t}.").buffer, place)) for t in ("m", "v")
         )
-        at = {name: to_device(tensors.get_tensor(name), place) for name in scalars}
+        names = set(tensors.keys()) - set(leaves)
+        at = {name: to_device(tensors.get_tensor(name), place) for name in names}
     scale = LossScale(at["loss_scale"], at["good_steps"])
-    return OptState(at["step"], at["updates"], master, m, v, scale, at["seed"])
+    return OptState(at["step"], at["updates"], master, m, v, scale, at["seed"], at.get("limits"))

@@ -95,6 +95,11 @@ class Log:
         self.val.append((step, loss))
         self._write({"step": step, "val_loss": loss, "val_tokens": n})
 
+    def saved(self, saved) -> None:
+        """A checkpoint that is on the disk: a `checkpoints.Saved`."""
+        times = {name: round(getattr(saved, name), 3) for name in ("stall_ms", "write_ms")}
+        self._write({"step": saved.step, "checkpoint": saved.path.name} | times)
+
     def pause(self) -> None:
         """Time from the last step until now belongs to none."""
         self._at = time.perf_counter()
@@ -114,7 +119,7 @@ def _lines(path: Path, last: int) -> list[dict]:
                 isinstance(row, dict)
                 and isinstance(row.get("step"), int)
                 and row["step"] <= last
-                and {"loss", "val_loss"} & set(row)
+                and {"loss", "val_loss", "checkpoint"} & set(row)
             ):
                 rows.append(row)
     return rows

@@ -3,7 +3,7 @@
     log.jsonl      a JSON object a step (step, loss, lr, grad_norm, loss_scale, skipped, n_targets,
                    tokens_per_s), one an evaluation (step, val_loss, val_tokens)
     loss.png       both losses so far
-    checkpoint/    what `checkpoint.save` writes: at the end, when interrupted, and every `save_every` steps
+    checkpoints/   what `Checkpoints` writes: at the end, when interrupted, and every `save_every` steps
     data/          token files, where the run was given a text
 
 On a GPU a step's metrics are read when the next one has been launched, so that it does not wait for the host.
@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nbtrain.checkpoint import Checkpoint, check_replaceable, save
+from nbtrain.checkpoint import STEPS, Checkpoint
+from nbtrain.checkpoints import Checkpoints
 from nbtrain.config import GPTConfig, TrainConfig, from_dict
 from nbtrain.data import batches, eval_batches
 from nbtrain.device import FLOATS
@@ -47,7 +48,9 @@ class RunConfig:
     seed: int = 0  # of weights, dropout and the order of the data
     eval_every: int = 250  # steps; 0: at the end only
     eval_batches: int = 40  # of an evaluation on the way, the first of val; the last one takes all of it
-    save_every: int = 0  # steps; 0: at the end only
+    save_every: int = 1000  # steps; 0: at the end only
+    keep_last: int = 2  # checkpoints
+    keep_every: int = 0  # steps: checkpoints at multiples of it stay; 0: none of them
 
     def __post_init__(self):
         for name, least in (
@@ -58,6 +61,8 @@ class RunConfig:
             ("eval_every", 0),
             ("eval_batches", 1),
             ("save_every", 0),
+            ("keep_last", 1),
+            ("keep_every", 0),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -83,7 +88,7 @@ def train(
     resume: Checkpoint | None = None,
     report: Report | None = None,
 ) -> Result:
-    """Trains, and leaves log, plot and checkpoint in `out`, where they replace those of an older run.
+    """Trains, and leaves log, plot and checkpoints in `out`, where they replace those of an older run.
 
     `resume` continues a run where its checkpoint was taken, bit for bit; it gives the weights, the dtype and
     the place in the data. The first SIGINT or SIGTERM ends the run after the step under way, with a
@@ -93,7 +98,7 @@ def train(
     out = Path(out)
     params, opt_state, state, place = _start(config, run, dtype, device, resume, report)
     first = int(opt_state.step.item())
-    check_replaceable(out / "checkpoint")  # what would fail at the end fails now
+    checkpoints = Checkpoints(out / STEPS, run.keep_last, run.keep_every)
     out.mkdir(parents=True, exist_ok=True)
     train_step, eval_step = donate(make_train_step(config, train_config)), make_eval_step(config)
     files = dict(T=config.block_size, format=run.format, vocab_size=config.vocab_size, device=place)
@@ -113,11 +118,15 @@ def train(
         )
         log = stack.enter_context(Log(out / "log.jsonl", first, tokens_a_step, run.steps, report))
         interrupt = stack.enter_context(Interrupt())
+        stack.enter_context(checkpoints)
+        checkpoints.start(first)
+        if run.save_every:
+            checkpoints.reserve(params, opt_state)
 
-        def keep() -> Checkpoint:
+        def keep(wait: bool) -> Checkpoint:
             told = dict(config=config, train_config=train_config, tokenizer=tokenizer)
             extra, at = {"run": dataclasses.asdict(run)}, source.state()
-            path = save(out / "checkpoint", params, opt_state, **told, data_state=at, extra=extra)
+            path = checkpoints.save(step, params, opt_state, wait=wait, **told, data_state=at, extra=extra)
             meta = {"path": path, "dtype": dtype_name(params.dtype), "extra": extra}
             return Checkpoint(params=params, opt_state=opt_state, data_state=at, meta=meta, **told)
 
@@ -149,13 +158,17 @@ def train(
                     validate(run.eval_batches)
                     draw(log, out / "loss.png", report)
                 if keep_now:
-                    keep()
+                    keep(wait=False)
                 log.pause()
+            for saved in checkpoints.done():
+                log.saved(saved)
             if interrupt.came or log.skipped_in_a_row >= MOST_SKIPPED:
                 break
         read()
-        kept = keep()
-        report.say(f"step {step}: saved {out / 'checkpoint'}")
+        kept = keep(wait=True)
+        for saved in checkpoints.done():
+            log.saved(saved)
+        report.say(f"step {step}: saved {kept.meta['path']}")
         if log.skipped_in_a_row >= MOST_SKIPPED:
             raise InvalidValue(
                 f"the gradient was not finite for {MOST_SKIPPED} steps in a row, and no update was applied "
@@ -183,6 +196,8 @@ def _start(config, run, dtype, device, resume, report):
     if done >= run.steps:
         raise InvalidValue(f"{path} has done {done} of {run.steps} steps. Ask for more: --steps.")
     report.say(f"going on from {path}, step {done}, on {resume.params.device} in {resume.meta['dtype']}")
+    if differs := resume.meta.get("differs"):
+        report.say(f"bits may differ from those of a run that went through: {'; '.join(differs)}")
     return resume.params, opt_state, resume.data_state, resume.params.device
 
 

@@ -286,12 +286,6 @@ def test_a_checkpoint_is_replaced_and_nothing_is_left_beside_it(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "a.tmp-not-ours"]
 
 
-def test_the_folder_of_a_run_leads_to_its_checkpoint(tmp_path):
-    _saved(tmp_path / "run" / "checkpoint")
-    (tmp_path / "run" / "log.jsonl").write_text("{}")
-    assert load(tmp_path / "run", device="cpu").meta["path"] == tmp_path / "run" / "checkpoint"
-
-
 def test_a_folder_with_other_files_is_not_replaced(tmp_path):
     folder = _saved(tmp_path / "a")
     (folder / "thesis.txt").write_text("years of work")

@@ -168,7 +168,7 @@ def test_training_tells_what_it_does(trained):
     final = re.search(r"^final validation loss (\d\.\d{4})$", out, re.M)
     assert final and 2 < float(final[1]) < 4
     assert len(out[final.end() :].strip("\n")) > 10, "no sample"
-    assert {"checkpoint", "log.jsonl", "loss.png", "data"} <= {entry.name for entry in folder.iterdir()}
+    assert {"checkpoints", "log.jsonl", "loss.png", "data"} <= {entry.name for entry in folder.iterdir()}
 
 
 def test_what_auto_chose_is_said_with_the_reason(nb, tmp_path, monkeypatch):

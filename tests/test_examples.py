@@ -32,7 +32,7 @@ def test_the_shakespeare_example_trains_saves_and_writes(tmp_path):
     assert lines[0].startswith("step 8: loss ") and lines[1].startswith("validation loss ")
     assert lines[1].endswith("over 269 tokens")
     assert lines[2] == "the quick brown fox jumps over the lazy dog." and len(done.stdout) > 300
-    assert load(tmp_path / "run", device="cpu").opt_state.step.item() == 8
+    assert load(tmp_path / "run" / "checkpoint", device="cpu").opt_state.step.item() == 8
 
 
 def _batch(custom, seed=0, A=1, B=4):

@@ -15,7 +15,7 @@ LAYERS = [
     {"text", "precision", "optim", "data", "model"},
     {"train"},
     {"checkpoint", "generate", "log"},
-    {"huggingface"},
+    {"checkpoints", "huggingface"},
     {"run", "doctor", "verify"},
     {"cli"},
     {"__init__", "__main__"},

@@ -164,7 +164,7 @@ def test_the_second_interrupt_leaves_at_once_and_handlers_are_restored(number, r
         _train(run_config, tmp_path / "run", report=Quiet(interrupt))
     assert signal.getsignal(number) is before
     assert "Interrupt again to leave at once" in capfd.readouterr().err
-    assert not (tmp_path / "run" / "checkpoint").exists()
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_an_interrupt_ends_a_long_evaluation(run_config, tmp_path):
@@ -189,7 +189,7 @@ def test_checkpoints_on_the_way_do_not_change_the_run(run_config, tmp_path):
     saved_at = []
 
     def look(step):
-        if (tmp_path / "often" / "checkpoint").exists():
+        if (tmp_path / "often" / "checkpoints").exists():
             saved_at.append(load(tmp_path / "often", device="cpu").opt_state.step.item())
 
     often = _train(dataclasses.replace(run_config, save_every=6), tmp_path / "often", report=Quiet(look))
@@ -226,9 +226,9 @@ def test_what_would_fail_at_the_end_fails_before_the_first_step(run_config, tmp_
     def trained(step):
         raise AssertionError("a step was done")
 
-    (tmp_path / "run" / "checkpoint").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoint" / "thesis.txt").write_text("years of work")
-    with pytest.raises(InvalidValue, match="thesis.txt"):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("years of work")
+    with pytest.raises(InvalidValue, match="checkpoints is a file"):
         _train(run_config, tmp_path / "run", report=Quiet(trained))
     no_val = dataclasses.replace(run_config, val=(str(tmp_path / "nowhere.bin"),))
     with pytest.raises(InvalidValue, match="nowhere.bin"):

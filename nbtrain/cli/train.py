@@ -84,7 +84,7 @@ def train(
 ) -> None:
     """Train a model, from scratch or from a checkpoint.
 
-    The folder --out receives log.jsonl, loss.png and checkpoint/. The first Ctrl-C saves and leaves, the
+    The folder --out receives log.jsonl, loss.png and checkpoints/. The first Ctrl-C saves and leaves, the
     second leaves at once.
 
     Example: nbtrain train --shakespeare --out runs/demo
@@ -161,7 +161,9 @@ def train(
             device=device,
             report=reporter(),
         )
-    folder = result.checkpoint.meta["path"].parent
+    from nbtrain.checkpoints import run_folder
+
+    folder = run_folder(result.checkpoint.meta["path"])
     if result.interrupted:
         print(f"nbtrain: go on with: nbtrain train --resume {folder}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED)
@@ -178,6 +180,7 @@ def _given(context: typer.Context, option: str) -> bool:
 
 
 def _resume(checkpoint, steps, data, val, device):
+    from nbtrain.checkpoints import run_folder
     from nbtrain.run import resumed
     from nbtrain.run import train as run_train
 
@@ -185,7 +188,7 @@ def _resume(checkpoint, steps, data, val, device):
     run, train_config = resumed(
         checkpoint, **{name: value for name, value in changes.items() if value is not None}
     )
-    out = checkpoint.meta["path"].parent
+    out = run_folder(checkpoint.meta["path"])
     options = dict(tokenizer=checkpoint.tokenizer, device=device, resume=checkpoint, report=reporter())
     return run_train(checkpoint.config, train_config, run, out, **options)
 
