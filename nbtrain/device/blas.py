@@ -29,6 +29,7 @@ _DATA = {
 _FP32, _FP16 = 68, 64  # CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_16F
 _HIP_FP32 = 0  # hipBLAS under CuPy takes the data type in its place: CUDA_R_32F
 _DEFAULT_ALGORITHM = -1
+WORKSPACE = 32 << 20  # bytes that cuBLASLt works in, a stream; NVIDIA's advice for Hopper
 _NO, _YES = 0, 1  # CUBLAS_OP_N, CUBLAS_OP_T
 
 

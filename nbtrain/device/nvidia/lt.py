@@ -22,11 +22,11 @@ import numpy as np
 from nvmath.bindings import cublasLt as lt
 
 from nbtrain.device.arrays import bfloat16
+from nbtrain.device.blas import WORKSPACE
 from nbtrain.device.cpu import cache_folder
 from nbtrain.errors import InvalidValue, Unavailable
 from nbtrain.files import write_atomically
 
-WORKSPACE = 32 << 20  # bytes, NVIDIA's advice for Hopper
 CANDIDATES = 8  # 32 found nothing better
 ROUNDS = 5  # timings of each candidate, the first one left out
 
