@@ -7,14 +7,14 @@ ROOT = Path(__file__).parents[1] / "nbtrain"
 # A module may import from earlier rows, and from its own row where that is said.
 LAYERS = [
     {"errors"},
-    {"files"},
+    {"files", "bpe"},
     {"device"},
     {"config", "tree"},
     {"ops"},
     {"batch", "token_file", "tokenizer"},
-    {"text", "precision", "optim", "data", "model"},
+    {"text", "precision", "optim", "data", "model", "monitor", "speed"},
     {"train"},
-    {"checkpoint", "generate", "log"},
+    {"checkpoint", "generate"},
     {"checkpoints", "huggingface"},
     {"run", "doctor", "verify"},
     {"cli"},
