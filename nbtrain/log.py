@@ -1,7 +1,9 @@
-"""What a run tells: plain lines, log.jsonl and loss.png.
+"""What a run tells: plain lines, log.jsonl, loss.png and TensorBoard.
 
-log.jsonl holds a JSON object a step (step, loss, lr, grad_norm, loss_scale, skipped, n_targets,
-tokens_per_s), one an evaluation (step, val_loss, val_tokens).
+log.jsonl holds a JSON object a step (step, loss, lr, grad_norm, loss_scale, skipped, n_targets, tokens_per_s;
+mfu, gpu_temperature_c and gpu_power_w where they are known; warnings where there are some), one an evaluation
+(step, val_loss, val_perplexity, val_tokens) and one a checkpoint (step, checkpoint, stall_ms, write_ms). What
+is not finite is null.
 """
 
 import contextlib
@@ -12,7 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
+from nbtrain.device.sensors import Sensors
+from nbtrain.errors import Unavailable
 from nbtrain.files import write_atomically
+from nbtrain.monitor import Monitor
+
+SENSE_EVERY_S = 5.0  # a driver takes its time to answer
+PLOT_EVERY_S = 60.0
+PLOTTED = 1000  # points of a curve
 
 
 class Report:
@@ -26,15 +35,22 @@ class Report:
     def say(self, text: str) -> None:
         print(text, flush=True)
 
-    def step(self, step: int, steps: int, loss: float, tokens_per_s: float, left_s: float) -> None:
+    def step(
+        self, step: int, steps: int, loss: float, tokens_per_s: float, left_s: float, mfu: float | None = None
+    ) -> None:
+        """mfu: a share; None where no peak is known."""
         if time.perf_counter() - self._said_at >= self.EVERY_S or step == steps:
             self._said_at = time.perf_counter()
-            self.say(
-                f"step {step}/{steps}: loss {loss:.4f}, {tokens_per_s:,.0f} tokens/s, {clock(left_s)} left"
-            )
+            how = f"loss {loss:.4f}, {speed(tokens_per_s, mfu)}, {clock(left_s)} left"
+            self.say(f"step {step}/{steps}: {how}")
 
     def close(self) -> None:
         pass
+
+
+def speed(tokens_per_s: float, mfu: float | None) -> str:
+    """12,345 tokens/s, MFU 43.2%"""
+    return f"{tokens_per_s:,.0f} tokens/s" + ("" if mfu is None else f", MFU {mfu:.1%}")
 
 
 def clock(seconds: float) -> str:
@@ -45,20 +61,47 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"
 
 
+def perplexity(loss: float) -> float:
+    """exp(loss): among how many tokens, equally likely, the model is as unsure."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
 class Log:
     """log.jsonl, open: each line is on its way to the disk when its step is told. Lines behind step `first`
-    are dropped."""
+    are dropped, those up to it teach the monitor what is usual.
 
-    def __init__(self, path: Path, first: int, tokens_a_step: int, steps: int, report: Report):
+    peak_tokens_per_s: at 100% MFU; None where that is not known.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        first: int,
+        tokens_a_step: int,
+        steps: int,
+        report: Report,
+        *,
+        monitor: Monitor | None = None,
+        peak_tokens_per_s: float | None = None,
+        sensors: Sensors | None = None,
+        board: "TensorBoard | None" = None,
+    ):
         self.train: list[tuple[int, float]] = []  # step, loss
         self.val: list[tuple[int, float]] = []
-        self.skipped_in_a_row = 0
+        self.not_finite_in_a_row = 0
         self._tokens, self._steps, self._report = tokens_a_step, steps, report
+        self._monitor, self._peak = monitor or Monitor(0), peak_tokens_per_s
+        self._sensors, self._sensed_at, self._board = sensors, -math.inf, board
         kept = _lines(path, first) if first else []
         for row in kept:
             for name, losses in (("val_loss", self.val), ("loss", self.train)):
                 if row.get(name) is not None:
                     losses.append((row["step"], row[name]))
+            if seen := _metrics(row):
+                self._monitor.see(row["step"], seen)
         write_atomically(path, lambda file: file.writelines(json.dumps(row).encode() + b"\n" for row in kept))
         self._file = open(path, "a", encoding="ascii", buffering=1)
         self._at = time.perf_counter()
@@ -69,6 +112,8 @@ class Log:
 
     def __exit__(self, *exc) -> None:
         self._file.close()
+        if self._board is not None:
+            self._board.close()
 
     def step(self, step: int, metrics) -> None:
         """Reads the metrics of a step, which waits for it, and writes them down."""
@@ -80,23 +125,34 @@ class Log:
             elapsed if self._step_s is None or len(self.train) < 2 else 0.95 * self._step_s + 0.05 * elapsed
         )
         self._step_s = mean
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if m["skipped"] else 0
-        names = ("loss", "lr", "grad_norm", "loss_scale", "skipped", "n_targets")
-        self._write(
-            {"step": step}
-            | {name: m[name] for name in names}
-            | {"tokens_per_s": round(self._tokens / elapsed, 1)}
-        )
+        lost = m["n_targets"] > 0 and not math.isfinite(m["grad_norm"])
+        self.not_finite_in_a_row = self.not_finite_in_a_row + 1 if lost else 0
+        row = {name: m[name] for name in ("loss", "lr", "grad_norm", "loss_scale", "skipped", "n_targets")}
+        row["tokens_per_s"] = round(self._tokens / elapsed, 1)
+        if self._peak is not None:
+            row["mfu"] = round(self._tokens / elapsed / self._peak, 4)
+        if self._sensors is not None and now - self._sensed_at >= SENSE_EVERY_S:
+            row |= self._sensors.read()
+            self._sensed_at = now
+        if warnings := self._monitor.see(step, m):
+            row["warnings"] = warnings
+            self._report.say(f"step {step}: {'; '.join(warnings)}")
+        self._write({"step": step} | row)
         if math.isfinite(m["loss"]):
             self.train.append((step, m["loss"]))
-        self._report.step(step, self._steps, m["loss"], self._tokens / mean, (self._steps - step) * mean)
+        rate = self._tokens / mean
+        mfu = None if self._peak is None else rate / self._peak
+        self._report.step(step, self._steps, m["loss"], rate, (self._steps - step) * mean, mfu)
 
     def evaluated(self, step: int, loss: float, n: int) -> None:
         self.val.append((step, loss))
-        self._write({"step": step, "val_loss": loss, "val_tokens": n})
+        self._write({"step": step, "val_loss": loss, "val_perplexity": perplexity(loss), "val_tokens": n})
+        self._report.say(
+            f"step {step}: validation loss {loss:.4f}, perplexity {perplexity(loss):.2f} over {n:,} tokens"
+        )
 
     def saved(self, saved) -> None:
-        """A checkpoint that is on the disk: a `checkpoints.Saved`."""
+        """A checkpoint is on the disk: a `checkpoints.Saved`."""
         times = {name: round(getattr(saved, name), 3) for name in ("stall_ms", "write_ms")}
         self._write({"step": saved.step, "checkpoint": saved.path.name} | times)
 
@@ -107,6 +163,8 @@ class Log:
     def _write(self, row: dict) -> None:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self._file.write(json.dumps(finite) + "\n")
+        if self._board is not None:
+            self._board.add(finite)
 
 
 def _lines(path: Path, last: int) -> list[dict]:
@@ -125,31 +183,104 @@ def _lines(path: Path, last: int) -> list[dict]:
     return rows
 
 
-def draw(log: Log, path: Path, report: Report) -> None:
-    """Both losses over the steps, as PNG. A run does not end because it could not be drawn."""
-    try:
-        from matplotlib.figure import Figure
+def _metrics(row: dict) -> dict | None:
+    """What `Metrics.read` gave for this row; None where it is no step's."""
+    names = ("loss", "grad_norm", "loss_scale", "n_targets", "skipped")
+    if not set(names) <= set(row):
+        return None
+    values = {name: math.nan if row[name] is None else row[name] for name in names}
+    return values if all(isinstance(value, int | float) for value in values.values()) else None
 
-        figure = Figure(figsize=(8, 5), layout="constrained")
-        axes = figure.subplots()
-        if log.train:
-            steps, losses = np.array(log.train).T
-            axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=0.8)
-            width = max(1, len(losses) // 50)
-            mean = np.convolve(losses, np.full(width, 1 / width), "valid")
-            axes.plot(
-                steps[width - 1 :],
-                mean,
-                color="tab:blue",
-                label=f"training, mean of {width}" if width > 1 else "training",
-            )
-        if log.val:
-            steps, losses = np.array(log.val).T
-            axes.plot(steps, losses, "o-", color="tab:orange", markersize=4, label="validation")
-        axes.set(xlabel="step", ylabel="loss (nats per token)")
-        axes.grid(alpha=0.3)
-        if log.train or log.val:
-            axes.legend()
-        write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=120))
-    except Exception as error:
-        report.say(f"{path} could not be drawn: {type(error).__name__}: {error}")
+
+class TensorBoard:
+    """The numbers of log.jsonl as TensorBoard's event files in `folder`, up to step `first` those that are
+    there. Needs tensorboardX."""
+
+    def __init__(self, folder: Path, first: int):
+        writer = _tensorboardx()
+        for old in folder.glob("events.out.tfevents.*") if first == 0 else ():
+            old.unlink()
+        self._writer = writer(str(folder), purge_step=first + 1 if first else None)
+
+    def add(self, row: dict) -> None:
+        for name, value in row.items():
+            if name != "step" and isinstance(value, int | float):
+                kind, short = ("val", name[4:]) if name.startswith("val_") else ("train", name)
+                self._writer.add_scalar(f"{kind}/{short}", float(value), row["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+    @staticmethod
+    def check() -> None:
+        """Raises Unavailable where tensorboardX is not installed."""
+        _tensorboardx()
+
+
+def _tensorboardx():
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError as error:
+        raise Unavailable(
+            f"TensorBoard's files were asked for, but tensorboardX cannot be imported ({error}). Run "
+            "pip install 'nbtrain[tensorboard]', or do without: log.jsonl holds the same numbers."
+        ) from None
+    return SummaryWriter
+
+
+class Plot:
+    """loss.png: drawn when asked for, and by `refresh` once a minute. A run does not end because it could not
+    be drawn."""
+
+    def __init__(self, log: Log, path: Path, report: Report):
+        self._log, self._path, self._report = log, path, report
+        self._due = time.perf_counter() + PLOT_EVERY_S
+        self._failed = False
+
+    def refresh(self) -> None:
+        if time.perf_counter() >= self._due:
+            self.draw()
+            self._log.pause()
+
+    def draw(self) -> None:
+        start = time.perf_counter()
+        try:
+            draw(self._log.train, self._log.val, self._path)
+        except Exception as error:
+            if not self._failed:
+                self._report.say(f"{self._path} could not be drawn: {type(error).__name__}: {error}")
+            self._failed = True
+        now = time.perf_counter()
+        self._due = now + max(PLOT_EVERY_S, 50 * (now - start))  # at most 2% of the time
+
+
+def draw(train: list[tuple[int, float]], val: list[tuple[int, float]], path: Path) -> None:
+    """Both losses, lists of (step, loss), as PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    if train:
+        each = -(-len(train) // PLOTTED)
+        steps, losses = _means(train, each)
+        axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=0.8)
+        width = max(1, len(losses) // 50)
+        mean = np.convolve(losses, np.full(width, 1 / width), "valid")
+        label = f"training, mean of {each * width}" if each * width > 1 else "training"
+        axes.plot(steps[width - 1 :], mean, color="tab:blue", label=label)
+    if val:
+        steps, losses = np.array(val).T
+        axes.plot(steps, losses, "o-", color="tab:orange", markersize=4, label="validation")
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    if train or val:
+        axes.legend()
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=120))
+
+
+def _means(pairs: list[tuple[int, float]], each: int) -> tuple[np.ndarray, np.ndarray]:
+    """The last step and the mean loss of every `each` pairs."""
+    steps, losses = np.array(pairs, np.float64).T
+    starts = np.arange(0, len(steps), each)
+    ends = np.append(starts[1:], len(steps))
+    return steps[ends - 1], np.add.reduceat(losses, starts) / (ends - starts)

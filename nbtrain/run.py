@@ -1,8 +1,9 @@
 """A training run: steps, evaluations, a log, a plot and a checkpoint, in one folder.
 
-    log.jsonl      a JSON object a step (step, loss, lr, grad_norm, loss_scale, skipped, n_targets,
-                   tokens_per_s), one an evaluation (step, val_loss, val_tokens)
-    loss.png       both losses so far
+    log.jsonl      a JSON object a step, an evaluation and a checkpoint; `nbtrain.log` says what is in it
+    loss.png       both losses so far, refreshed at evaluations and every minute
+    config.toml    what the command line asked for, all of it
+    tensorboard/   the numbers of log.jsonl, where asked for
     checkpoints/   what `Checkpoints` writes: at the end, when interrupted, and every `save_every` steps
     data/          token files, where the run was given a text
 
@@ -21,16 +22,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from nbtrain.checkpoint import STEPS, Checkpoint
 from nbtrain.checkpoints import Checkpoints
 from nbtrain.config import GPTConfig, TrainConfig, from_dict
 from nbtrain.data import batches, eval_batches
 from nbtrain.device import FLOATS
-from nbtrain.device.place import compute_capability, resolve_device, use
-from nbtrain.errors import InvalidValue
-from nbtrain.log import Log, Report, draw
+from nbtrain.device.place import compute_capability, resolve_device, to_device, use
+from nbtrain.device.sensors import Sensors, device_name
+from nbtrain.errors import InvalidValue, Unavailable
+from nbtrain.files import write_atomically
+from nbtrain.log import Log, Plot, Report, TensorBoard
+from nbtrain.monitor import Monitor, check_warn_z
 from nbtrain.precision import resolve_dtype
-from nbtrain.train import donate, init, make_eval_step, make_train_step
+from nbtrain.speed import flop_per_token, peak_flop_per_s
+from nbtrain.train import OptState, capture, donate, init, make_eval_step, make_train_step
+from nbtrain.tree import Tree
 
 MOST_SKIPPED = 100  # steps in a row without a finite gradient; from 2**16 a loss scale reaches 1 in 16
 
@@ -51,6 +59,8 @@ class RunConfig:
     save_every: int = 1000  # steps; 0: at the end only
     keep_last: int = 2  # checkpoints
     keep_every: int = 0  # steps: checkpoints at multiples of it stay; 0: none of them
+    warn_z: float = 6.0  # standard deviations of loss and gradient norm that are warned of; 0: none
+    skip_outliers: bool = False  # and whose update is skipped
 
     def __post_init__(self):
         for name, least in (
@@ -67,6 +77,9 @@ class RunConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise InvalidValue(f"{name} must be an int, {least} or more; got {value!r}.")
+        check_warn_z(self.warn_z)
+        if self.skip_outliers and not self.warn_z:
+            raise InvalidValue("skip_outliers skips what warn_z warns of, and warn_z is 0. Take warn_z=6.")
 
 
 class Result(NamedTuple):
@@ -85,22 +98,33 @@ def train(
     tokenizer=None,
     dtype: str = "auto",
     device: str = "auto",
+    start: tuple[Tree, OptState] | None = None,
     resume: Checkpoint | None = None,
+    captured: bool | None = None,
+    tensorboard: bool = False,
+    settings: dict | None = None,
     report: Report | None = None,
 ) -> Result:
     """Trains, and leaves log, plot and checkpoints in `out`, where they replace those of an older run.
 
-    `resume` continues a run where its checkpoint was taken, bit for bit; it gives the weights, the dtype and
-    the place in the data. The first SIGINT or SIGTERM ends the run after the step under way, with a
+    `start` gives a new run its weights, and with them dtype and device; without it they are random. `resume`
+    continues a run where its checkpoint was taken, bit for bit; it gives the weights, the dtype and the place
+    in the data. `captured` runs the step as one graph: None where the GPU can, with the same bits. `settings`
+    are written to config.toml. The first SIGINT or SIGTERM ends the run after the step under way, with a
     checkpoint; the second is a KeyboardInterrupt.
     """
     report = report or Report()
     out = Path(out)
-    params, opt_state, state, place = _start(config, run, dtype, device, resume, report)
+    params, opt_state, state, place = _start(config, run, dtype, device, start, resume, report)
+    check_available(place, captured, tensorboard)
     first = int(opt_state.step.item())
     checkpoints = Checkpoints(out / STEPS, run.keep_last, run.keep_every)
     out.mkdir(parents=True, exist_ok=True)
-    train_step, eval_step = donate(make_train_step(config, train_config)), make_eval_step(config)
+    if settings is not None:
+        write_atomically(out / "config.toml", lambda file: file.write(to_toml(settings)))
+    as_graph = can_capture(place) if captured is None else captured
+    step_of = capture if as_graph else donate
+    train_step, eval_step = step_of(make_train_step(config, train_config)), make_eval_step(config)
     files = dict(T=config.block_size, format=run.format, vocab_size=config.vocab_size, device=place)
     if run.val:
         next(eval_batches(list(run.val), B=1, max_batches=1, **files | {"device": "cpu"}))
@@ -116,7 +140,15 @@ def train(
             f"data: a step is {run.micro} x {run.B} x {config.block_size} = {tokens_a_step:,} tokens, an "
             f"epoch {source.batches_per_epoch:,} steps, the run {run.steps:,} steps"
         )
-        log = stack.enter_context(Log(out / "log.jsonl", first, tokens_a_step, run.steps, report))
+        why = "auto" if captured is None else "asked for"
+        report.say(f"steps: {'captured in one graph' if as_graph else 'launched kernel by kernel'} ({why})")
+        peak, text = _peak(config, place, dtype_name(params.dtype))
+        report.say(text)
+        monitor = Monitor(run.warn_z, steps_ahead(place))
+        told = dict(monitor=monitor, peak_tokens_per_s=peak, sensors=Sensors(place))
+        told["board"] = TensorBoard(out / "tensorboard", first) if tensorboard else None
+        log = stack.enter_context(Log(out / "log.jsonl", first, tokens_a_step, run.steps, report, **told))
+        plot = Plot(log, out / "loss.png", report)
         interrupt = stack.enter_context(Interrupt())
         stack.enter_context(checkpoints)
         checkpoints.start(first)
@@ -136,7 +168,6 @@ def train(
             if interrupt.came:
                 return None
             log.evaluated(step, loss, n)
-            report.say(f"step {step}: validation loss {loss:.4f} over {n:,} tokens")
             return loss
 
         late: deque = deque()  # steps whose metrics are not read yet
@@ -146,6 +177,9 @@ def train(
                 log.step(*late.popleft())
 
         for step in range(first + 1, run.steps + 1):
+            if run.skip_outliers:
+                limits = np.array(monitor.limits(step), np.float32)
+                opt_state = opt_state._replace(limits=to_device(limits, place))
             params, opt_state, metrics = train_step(params, opt_state, next(source))
             late.append((step, metrics))
             read(all_but=steps_ahead(place))
@@ -156,31 +190,35 @@ def train(
                 read()
                 if evaluate_now:
                     validate(run.eval_batches)
-                    draw(log, out / "loss.png", report)
+                    plot.draw()
                 if keep_now:
                     keep(wait=False)
                 log.pause()
+            plot.refresh()
             for saved in checkpoints.done():
                 log.saved(saved)
-            if interrupt.came or log.skipped_in_a_row >= MOST_SKIPPED:
+            if interrupt.came or log.not_finite_in_a_row >= MOST_SKIPPED:
                 break
         read()
         kept = keep(wait=True)
         for saved in checkpoints.done():
             log.saved(saved)
         report.say(f"step {step}: saved {kept.meta['path']}")
-        if log.skipped_in_a_row >= MOST_SKIPPED:
+        if log.not_finite_in_a_row >= MOST_SKIPPED:
+            other = ", or bf16 or fp32 instead of fp16" if dtype_name(params.dtype) == "fp16" else ""
             raise InvalidValue(
                 f"the gradient was not finite for {MOST_SKIPPED} steps in a row, and no update was applied "
-                "in them. Take a smaller lr, a longer warm-up, or bf16 or fp32 instead of fp16."
+                f"in them. Take a smaller lr or a longer warm-up{other}."
             )
         val_loss = validate(None) if run.val and not interrupt.came else None
-        draw(log, out / "loss.png", report)
+        plot.draw()
         return Result(kept, step, val_loss, interrupt.came)
 
 
-def _start(config, run, dtype, device, resume, report):
+def _start(config, run, dtype, device, start, resume, report):
     """(params, opt_state, place in the data, device) of a new run, or of the one to go on with."""
+    if start is not None:
+        return *start, None, start[0].device
     if resume is None:
         place, why = resolve_device(device)
         if device == "auto":
@@ -199,6 +237,46 @@ def _start(config, run, dtype, device, resume, report):
     if differs := resume.meta.get("differs"):
         report.say(f"bits may differ from those of a run that went through: {'; '.join(differs)}")
     return resume.params, opt_state, resume.data_state, resume.params.device
+
+
+def can_capture(place: str) -> bool:
+    """Whether a step on this device can be captured in a graph; CuPy captures none on AMD."""
+    return place.startswith("cuda")
+
+
+def check_available(place: str, captured: bool | None, tensorboard: bool) -> None:
+    """Raises Unavailable where these options of `train` cannot be had."""
+    if captured and not can_capture(place):
+        raise Unavailable(
+            f"capturing the step was asked for, which needs an NVIDIA GPU; the run is on {place}. Leave it "
+            "away: the same bits come out."
+        )
+    if tensorboard:
+        TensorBoard.check()
+
+
+def to_toml(settings: dict) -> bytes:
+    """The settings as config.toml has them."""
+    import tomli_w
+
+    text = "# nbtrain train --config with this file repeats the run.\n" + tomli_w.dumps(settings)
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidValue(
+            f"a path cannot be written to config.toml, which is UTF-8 ({error}). Rename it."
+        ) from None
+
+
+def _peak(config: GPTConfig, place: str, dtype: str) -> tuple[float | None, str]:
+    """(tokens/s at 100% MFU or None, what is said of it)"""
+    name = device_name(place)
+    peak = peak_flop_per_s(name, dtype)
+    if peak is None:
+        return None, f"MFU: unknown, no {dtype} matrix peak is known for {name}"
+    return peak / flop_per_token(
+        config
+    ), f"MFU: against {peak / 1e12:.0f} TFLOP/s, the dense {dtype} peak of {name}"
 
 
 def steps_ahead(place: str) -> int:

@@ -14,7 +14,7 @@ LAYERS = [
     {"batch", "token_file", "tokenizer"},
     {"text", "precision", "optim", "data", "model", "monitor", "speed"},
     {"train"},
-    {"checkpoint", "generate"},
+    {"checkpoint", "generate", "log"},
     {"checkpoints", "huggingface"},
     {"run", "doctor", "verify"},
     {"cli"},

@@ -53,7 +53,9 @@ def _rows(out):
     def refuse(constant):
         raise ValueError(f"{constant} is no JSON")
 
-    return [json.loads(line, parse_constant=refuse) for line in (out / "log.jsonl").read_text().splitlines()]
+    lines = (out / "log.jsonl").read_text().splitlines()
+    rows = [json.loads(line, parse_constant=refuse) for line in lines]
+    return [row for row in rows if "checkpoint" not in row]
 
 
 def _losses(out):
@@ -274,10 +276,10 @@ def test_numbers_that_are_not_finite_are_null_in_the_log(tmp_path):
     values = dict(loss=math.nan, lr=1e-3, grad_norm=math.inf, loss_scale=2.0**16, skipped=True, n_targets=4)
     with Log(tmp_path / "log.jsonl", 0, 10, 9, Quiet()) as log:
         log.step(1, SimpleNamespace(read=lambda: values))
-        assert (log.train, log.skipped_in_a_row) == ([], 1)
+        assert (log.train, log.not_finite_in_a_row) == ([], 1)
         log.evaluated(1, math.nan, 7)
     row, evaluation = _rows(tmp_path)
-    assert evaluation == {"step": 1, "val_loss": None, "val_tokens": 7}
+    assert evaluation == {"step": 1, "val_loss": None, "val_perplexity": None, "val_tokens": 7}
     with Log(tmp_path / "log.jsonl", 1, 10, 9, Quiet()) as log:
         assert log.train == log.val == []
     assert (row["loss"], row["grad_norm"], row["skipped"], row["loss_scale"]) == (None, None, True, 65536.0)
