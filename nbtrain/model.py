@@ -12,7 +12,7 @@ Recomputation (Chen et al., 2016): with `remat="every:k"` only the input of each
 backward pass runs the forward pass of k blocks again, by the same kernels, so gradients have the same bits
 for every policy. Beneath every policy, on a GPU, GELU's result is not kept: its backward kernel has all it
 takes to write it again. Logits exist for some rows at a time, and become their gradient in place while they
-are there.
+are there; they lie over what only a block's own passes need.
 """
 
 import math
@@ -121,7 +121,7 @@ class GPT:
         f, x2 = self._blocks(p, batch.tokens, rng)
         hf, mean, rstd, x = self._last_norm(p, f, x2)
         losses, targets = scratch("losses", (N,), np.float32), batch.targets.reshape(N)
-        dx, dh = scratch("dx", (N, C), dtype), scratch("dh", (N, C), dtype)
+        dh = scratch("branch", (N, C), dtype)  # what a forward pass calls branch has been read
         chunks = self._row_chunks(N, dtype)
         # Several chunks add up in fp32, so that the embedding's gradient is rounded once.
         dwte = g.wte if len(chunks) == 1 else scratch("dwte", g.wte.shape, np.float32)
@@ -133,6 +133,7 @@ class GPT:
             matmul(logits.T, hf[rows], out=dwte, beta=0.0 if rows.start == 0 else 1.0)
             matmul(logits, p.wte, out=dh[rows])
         loss_sum = sum_losses(losses)
+        dx = hf  # whose last use was the product before
         layernorm_backward(dh, x, p.lnf_w, mean, rstd, out=(dx, g.lnf_w, g.lnf_b))
         for i in reversed(range(cfg.n_layer)):
             if self.every and (i + 1) % self.every == 0 and i + 1 < cfg.n_layer:
@@ -185,6 +186,12 @@ class GPT:
         C, H, N, scratch = self.config.n_embd, self.config.n_head, B * T, self._scratch
         slot = 0 if not keep else i % self.every if self.every else i
         kept = f"kept.{i // self.every}" if keep and self.every and slot == 0 else None
+
+        def name_of(field: str) -> str:
+            if field == "x1" and kept:
+                return kept
+            return "logits" if field == "act" and self._light else f"{field}.{slot}"
+
         shapes = {
             "x1": (N, C), "h1": (N, C), "mean1": (N,), "rstd1": (N,),
             "qkv": (N, 3 * C), "att": (N, C), "lse": (B, H, T),
@@ -193,15 +200,7 @@ class GPT:
         statistics = ("mean1", "rstd1", "lse", "mean2", "rstd2")
         return Activations(
             **{
-                name: scratch(
-                    kept
-                    if kept and name == "x1"
-                    else "act"
-                    if self._light and name == "act"
-                    else f"{name}.{slot}",
-                    shape,
-                    np.float32 if name in statistics else dtype,
-                )
+                name: scratch(name_of(name), shape, np.float32 if name in statistics else dtype)
                 for name, shape in shapes.items()
             }
         )
@@ -249,8 +248,9 @@ class GPT:
     def _block_backward(self, i, w, g, a: Activations, dx, dh, rng):
         """dx: the gradient of the block's result on entry, of a.x1 on return."""
         (B, H, T), (N, C) = a.lse.shape, a.x1.shape
-        dfc = self._scratch("dfc", (N, 4 * C), dx.dtype)
-        dqkv = self._scratch("dqkv", (N, 3 * C), dx.dtype)
+        behind_act = a.act.nbytes if self._light else 0
+        dfc = self._scratch("logits", (N, 4 * C), dx.dtype, at=behind_act)
+        dqkv = self._scratch("logits", (N, 3 * C), dx.dtype, at=behind_act)  # dfc has been read by then
         dout = self._branch_dropout(dropout_backward, dx, rng, i, _AFTER_OUT, T)
         linear_backward_input(dout, w.out_w, out=dfc)
         gelu_backward(dfc, a.fc, w.fc_b, recompute_out=a.act if self._light else None, out=(dfc, g.fc_b))

@@ -12,6 +12,7 @@ class Scratch:
     """`scratch(name, shape, dtype)` returns the same memory for the same name; it grows to the largest shape
     asked for.
 
+    `at` is an offset in bytes, so that arrays which are not needed at the same time can lie over others.
     Contents are whatever the last user left. `like` is an array of the device that the memory shall be on.
     """
 
@@ -20,16 +21,16 @@ class Scratch:
         self._buffers: dict[str, Any] = {}
         self._views: dict[tuple, Any] = {}
 
-    def __call__(self, name: str, shape: tuple[int, ...], dtype):
-        view = self._views.get((name, shape, dtype))
+    def __call__(self, name: str, shape: tuple[int, ...], dtype, at: int = 0):
+        view = self._views.get((name, shape, dtype, at))
         if view is None:
-            n_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+            end = at + math.prod(shape) * np.dtype(dtype).itemsize
             buffer = self._buffers.get(name)
-            if buffer is None or buffer.size < n_bytes:
+            if buffer is None or buffer.size < end:
                 self._views = {k: v for k, v in self._views.items() if k[0] != name}
                 self._buffers.pop(name, None)
-                buffer = self._buffers[name] = self._xp.empty(n_bytes, np.uint8)
-            view = self._views[name, shape, dtype] = buffer[:n_bytes].view(dtype).reshape(shape)
+                buffer = self._buffers[name] = self._xp.empty(end, np.uint8)
+            view = self._views[name, shape, dtype, at] = buffer[at:end].view(dtype).reshape(shape)
         return view
 
     @property
