@@ -3,7 +3,7 @@
     config.json                    sizes; whatever would change the function that nbtrain computes is refused
     model.safetensors              fp32, fp16 or bf16, names with or without "transformer."; or
     model.safetensors.index.json   which shard, a file of the same folder, holds which tensor
-    tokenizer.json                 or vocab.json and merges.txt: byte-pair encoding
+    tokenizer.json                 or vocab.json and merges.txt: byte-pair encoding; tokenizer_config.json
     nbtrain_tokenizer.json         characters or bytes, which `transformers` has no file for
 
 Matrices are (in, out) on both sides. The embedding has vocab_size rows there and padded_vocab_size here, the
@@ -31,7 +31,7 @@ from nbtrain.config import GPTConfig
 from nbtrain.device.place import compute_capability, resolve_device, say_once, to_device, to_host, use
 from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.precision import resolve_dtype
-from nbtrain.tokenizer import load_tokenizer
+from nbtrain.tokenizer import BPETokenizer, load_tokenizer
 from nbtrain.train import OptState, init_opt_state
 from nbtrain.tree import Layout, Tree
 
@@ -43,7 +43,6 @@ EXPORTED = (CONFIG, MODEL, TOKENIZER, TOKENIZER_CONFIG, OWN_TOKENIZER)  # what s
 MARK = "exported_by"  # in config.json: the folder is ours to replace
 MAX_JSON_BYTES = 2**24  # the index of the largest GPT-2 is 50 kB
 WEIGHTS = ("F32", "F16", "BF16")
-END_OF_TEXT = "<|endoftext|>"
 
 LEAVES = {
     "ln1_w": "ln_1.weight", "ln1_b": "ln_1.bias",
@@ -438,9 +437,7 @@ def _get(file: Path, opened, name: str) -> np.ndarray:
 def _read_tokenizer(folder: Path, config: GPTConfig):
     if (folder / OWN_TOKENIZER).is_file():
         tokenizer: Any = load_tokenizer(folder / OWN_TOKENIZER)
-    elif any((folder / name).is_file() for name in (TOKENIZER, "vocab.json")):
-        from nbtrain.tokenizer import BPETokenizer
-
+    elif any((folder / name).is_file() for name in (TOKENIZER, "vocab.json", "encoder.json")):
         tokenizer = BPETokenizer.from_folder(folder)
     else:
         return None
@@ -496,17 +493,24 @@ def _write_tokenizer(folder: Path, tokenizer) -> int | None:
     """The tokenizer's file, if there is one; returns the id of the end of a text, if there is one."""
     if tokenizer is None:
         return None
-    if tokenizer.kind != "bpe":
-        _write_json(folder / OWN_TOKENIZER, tokenizer.to_dict())
+    values = tokenizer.to_dict()
+    if tokenizer.kind != BPETokenizer.kind:
+        _write_json(folder / OWN_TOKENIZER, values)
         return None
-    _write_json(folder / TOKENIZER, tokenizer.to_dict()["tokenizer"])
-    _write_json(folder / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast"})
-    return None
+    _write(folder / TOKENIZER, values["tokenizer"].encode("utf-8"))
+    ends = {name: tokenizer.eot_token for name in ("bos_token", "eos_token")}
+    told = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    _write_json(folder / TOKENIZER_CONFIG, told | ({} if tokenizer.eot is None else ends))
+    return tokenizer.eot
 
 
 def _write_json(file: Path, values: dict) -> None:
+    _write(file, json.dumps(values, indent=2).encode("ascii") + b"\n")
+
+
+def _write(file: Path, data: bytes) -> None:
     with open(file, "xb") as opened:
-        opened.write(json.dumps(values, indent=2).encode("ascii") + b"\n")
+        opened.write(data)
         _flush(opened)
 
 
