@@ -2,6 +2,7 @@ import dataclasses
 import json
 import math
 import signal
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,13 +12,14 @@ import nbtrain.run
 from nbtrain.checkpoint import load, save
 from nbtrain.config import GPTConfig, TrainConfig
 from nbtrain.data import eval_batches, write_tokens
-from nbtrain.errors import InvalidValue
-from nbtrain.log import Log, Report, clock
+from nbtrain.errors import InvalidValue, Unavailable
+from nbtrain.log import Log, Report, _means, clock, draw, perplexity
 from nbtrain.run import RunConfig, evaluate, resumed, train
 from nbtrain.train import init, make_eval_step
 
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=20, dropout=0.1)
 TRAIN_CONFIG = TrainConfig(lr=1e-2, schedule="cosine", warmup=3, total=20, min_lr=1e-3)
+LEVEL = TrainConfig(lr=1e-6)  # the loss stays where it is, but for the batches' differences
 
 
 class Quiet(Report):
@@ -285,12 +287,154 @@ def test_numbers_that_are_not_finite_are_null_in_the_log(tmp_path):
     assert (row["loss"], row["grad_norm"], row["skipped"], row["loss_scale"]) == (None, None, True, 65536.0)
 
 
+def test_a_step_tells_how_much_of_the_peak_it_used_and_what_the_driver_says(tmp_path, monkeypatch):
+    values = dict(loss=2.0, lr=1e-3, grad_norm=1.0, loss_scale=1.0, skipped=False, n_targets=4)
+    read, clock_s = SimpleNamespace(read=lambda: values), iter([0.0, 2.0, 4.0, 8.0, 10.0])
+    monkeypatch.setattr("nbtrain.log.time.perf_counter", lambda: next(clock_s))
+    sensors = SimpleNamespace(read=lambda: {"gpu_temperature_c": 64, "gpu_power_w": 301.5})
+    with Log(tmp_path / "log.jsonl", 0, 10, 9, Quiet(), peak_tokens_per_s=20.0, sensors=sensors) as log:
+        for step in (1, 2, 3, 4):
+            log.step(step, read)
+    rows = _rows(tmp_path)
+    assert [row["tokens_per_s"] for row in rows] == [5.0, 5.0, 2.5, 5.0]
+    assert [row["mfu"] for row in rows] == [0.25, 0.25, 0.125, 0.25]
+    # Asked at most every five seconds: at 2 and at 8.
+    assert [row.get("gpu_temperature_c") for row in rows] == [64, None, 64, None]
+    assert rows[0]["gpu_power_w"] == 301.5
+
+
+def test_perplexity_is_the_exponential_of_the_loss(run_config, tmp_path):
+    assert (perplexity(0.0), perplexity(1e4)) == (1.0, math.inf) and math.isnan(perplexity(math.nan))
+    report = Quiet()
+    result = _train(run_config, tmp_path / "run", report=report)
+    row = [row for row in _rows(tmp_path / "run") if "val_loss" in row][-1]
+    assert row["val_perplexity"] == math.exp(row["val_loss"]) == math.exp(result.val_loss)
+    told = f"validation loss {row['val_loss']:.4f}, perplexity {row['val_perplexity']:.2f} over 99 tokens"
+    assert f"step 20: {told}" in report.said
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_outliers_are_skipped_by_the_device_exactly_where_the_host_warns(
+    late, run_config, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(nbtrain.run, "steps_ahead", lambda place: late)
+    run_config = dataclasses.replace(run_config, steps=80, warn_z=1.0, skip_outliers=True)
+    options = dict(dtype="fp32", train_config=LEVEL)
+    whole = _train(run_config, tmp_path / "whole", **options)
+    rows = [row for row in _rows(tmp_path / "whole") if "loss" in row]
+    skipped = [row["step"] for row in rows if row["skipped"]]
+    assert 3 < len(skipped) < 40 and skipped[0] > 32 and len(rows) == 80
+    assert [row["step"] for row in rows if "warnings" in row] == skipped
+    assert all(
+        "lies" in row["warnings"][0] and "skipped" in row["warnings"][-1] for row in rows if row["skipped"]
+    )
+    assert whole.checkpoint.opt_state.updates.item() == 80 - len(skipped)
+
+    # Interrupted after an outlier and resumed, the log teaches the same limits.
+    def interrupt(step):
+        if step == skipped[2]:
+            signal.raise_signal(signal.SIGINT)
+
+    half = _train(run_config, tmp_path / "half", **options, report=Quiet(interrupt))
+    assert half.interrupted
+    rest = _train(run_config, tmp_path / "half", **options, resume=load(tmp_path / "half", device="cpu"))
+    assert _bits(rest.checkpoint.opt_state) == _bits(whole.checkpoint.opt_state)
+
+
+def test_outliers_are_told_and_change_nothing_where_none_is_skipped(run_config, tmp_path):
+    report = Quiet()
+    run_config = dataclasses.replace(run_config, steps=60)
+    silent, loud = (dataclasses.replace(run_config, warn_z=z) for z in (0, 1.0))
+    plain = _train(silent, tmp_path / "plain", train_config=LEVEL)
+    told = _train(loud, tmp_path / "told", train_config=LEVEL, report=report)
+    assert _bits(plain.checkpoint.opt_state) == _bits(told.checkpoint.opt_state)
+    warned = [row["step"] for row in _rows(tmp_path / "told") if "warnings" in row]
+    assert warned and [text for text in report.said if "standard deviations" in text] == [
+        f"step {row['step']}: {'; '.join(row['warnings'])}"
+        for row in _rows(tmp_path / "told")
+        if "warnings" in row
+    ]
+    assert not any("warnings" in row for row in _rows(tmp_path / "plain"))
+    with pytest.raises(InvalidValue, match="warn_z is 0"):
+        dataclasses.replace(run_config, warn_z=0, skip_outliers=True)
+
+
+def test_the_plot_is_refreshed_while_the_run_goes(run_config, tmp_path, monkeypatch):
+    monkeypatch.setattr("nbtrain.log.PLOT_EVERY_S", 0.0)
+    there = []
+
+    def look(step):
+        there.append((tmp_path / "run" / "loss.png").exists())
+
+    run_config = dataclasses.replace(run_config, eval_every=0, steps=4)
+    _train(run_config, tmp_path / "run", report=Quiet(look))
+    assert there[0] is False and there[-1] is True
+
+
+def test_a_long_run_is_drawn_in_few_points(tmp_path):
+    losses = [(step, 3.0 - step / 1e5) for step in range(1, 100_004)]
+    steps, means = _means(losses, 101)
+    assert len(steps) == 991 and steps[-1] == 100_003 and steps[0] == 101
+    assert means[0] == pytest.approx(3.0 - 51 / 1e5) and means[-1] == pytest.approx(3.0 - 99_997 / 1e5)
+    draw(losses, [(5, 2.0)], tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").stat().st_size > 5000
+
+
+def _events(folder):
+    """{tag: [(step, value)]} of the event files, read by hand: length, CRC, record, CRC."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = {}
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            size = int.from_bytes(data[at : at + 8], "little")
+            event = Event.FromString(data[at + 12 : at + 12 + size])
+            at += 16 + size
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, value.simple_value))
+    return found
+
+
+def test_tensorboard_gets_the_numbers_of_the_log(run_config, tmp_path):
+    out = tmp_path / "run"
+    _train(dataclasses.replace(run_config, steps=5), out, tensorboard=True)
+    _train(run_config, out, tensorboard=True)  # replaces it
+    events, rows = _events(out / "tensorboard"), _rows(out)
+    for tag, name in (("train/loss", "loss"), ("train/lr", "lr"), ("val/loss", "val_loss")):
+        want = [(row["step"], np.float32(row[name])) for row in rows if name in row]
+        assert events[tag] == want and len(want) in (3, 20)
+    assert {"val/perplexity", "train/tokens_per_s", "train/grad_norm"} <= set(events)
+
+
+def test_what_is_not_there_is_said_before_anything_is_written(run_config, tmp_path, monkeypatch):
+    with pytest.raises(Unavailable, match="needs an NVIDIA GPU; the run is on cpu"):
+        _train(run_config, tmp_path / "run", captured=True)
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(Unavailable, match=r"pip install 'nbtrain\[tensorboard\]'"):
+        _train(run_config, tmp_path / "run", tensorboard=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_from_given_weights_begins_with_them(run_config, tmp_path):
+    run_config = dataclasses.replace(run_config, steps=1)
+    params, opt_state = init(CONFIG, seed=9, dtype="fp16", device="cpu")
+    want = evaluate(make_eval_step(CONFIG), params, eval_batches(list(run_config.val), B=3, T=8))
+    still = dataclasses.replace(TRAIN_CONFIG, lr=0.0, min_lr=0.0)
+    result = _train(run_config, tmp_path / "run", train_config=still, start=(params, opt_state))
+    assert result.val_loss == want[0] and result.checkpoint.params.dtype == np.float16
+
+
 def test_plain_lines_are_few_and_end_with_the_last_step(capsys):
     report = Report()
     for step in range(1, 1001):
         report.step(step, 1000, 2.5, 12_345.6, 3725.2)
     lines = capsys.readouterr().out.splitlines()
     assert lines == [f"step {step}/1000: loss 2.5000, 12,346 tokens/s, 1:02:05 left" for step in (1, 1000)]
+    report.step(1000, 1000, 2.5, 12_345.6, 0.0, 0.4567)
+    assert (
+        capsys.readouterr().out == "step 1000/1000: loss 2.5000, 12,346 tokens/s, MFU 45.7%, 0:00:00 left\n"
+    )
 
 
 def test_clock_reads_hours_minutes_seconds():

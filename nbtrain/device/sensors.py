@@ -2,8 +2,6 @@
 
 import contextlib
 
-from nbtrain.device.place import use
-
 
 def device_name(device: str) -> str:
     """The name that the driver tells of a GPU, as "NVIDIA H200"; "cpu" for the CPU."""
@@ -27,8 +25,8 @@ class Sensors:
             import pynvml
 
             pynvml.nvmlInit()
-            with use(device):  # NVML counts GPUs that CUDA_VISIBLE_DEVICES hides
-                bus = cupy.cuda.runtime.deviceGetPCIBusId(int(device.partition(":")[2]))
+            # By its place on the bus: NVML also counts GPUs that CUDA_VISIBLE_DEVICES hides.
+            bus = cupy.cuda.runtime.deviceGetPCIBusId(int(device.partition(":")[2]))
             handle = pynvml.nvmlDeviceGetHandleByPciBusId(bus)
         except Exception:  # no library, no driver, a GPU that it does not list: then nothing is told
             return
