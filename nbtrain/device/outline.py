@@ -147,6 +147,11 @@ class Card:
         finally:
             self.pool = before
 
+    @property
+    def workspaces(self) -> int:
+        """Bytes of the products' working memory."""
+        return sum(x.nbytes for x in self._workspaces.values())
+
     def driver_take(self, size: int) -> int:
         if size >= GRAIN // 2:
             self.large += -(-size // GRAIN) * GRAIN

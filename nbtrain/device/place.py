@@ -116,6 +116,13 @@ def compute_capability(device: str) -> tuple[int, int] | None:
     return int(text[:-1]), int(text[-1])
 
 
+def memory_of(device: str) -> int:
+    """Bytes of a GPU, whoever uses them."""
+    import cupy
+
+    return cupy.cuda.runtime.getDeviceProperties(int(device.partition(":")[2]))["totalGlobalMem"]
+
+
 def synchronize(device: str) -> None:
     """Waits until the device has done what was launched."""
     if device != "cpu":
