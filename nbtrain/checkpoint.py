@@ -36,7 +36,7 @@ from nbtrain.device.machine import machine
 from nbtrain.device.place import resolve_device, to_device, to_host, use
 from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.precision import LossScale
-from nbtrain.tokenizer import KINDS
+from nbtrain.tokenizer import from_dict as tokenizer_from_dict
 from nbtrain.train import OptState
 from nbtrain.tree import Layout, Tree
 
@@ -65,7 +65,7 @@ class Checkpoint(NamedTuple):
     config: GPTConfig
     params: Tree  # in the dtype trained in: the master weights, cast
     opt_state: OptState | None  # None if only weights were saved
-    tokenizer: Any  # CharTokenizer, ByteTokenizer or None
+    tokenizer: Any  # one of nbtrain.tokenizer, or None
     data_state: dict | None  # for batches(..., state=)
     train_config: TrainConfig | None
     meta: dict  # path, dtype, versions, machine, extra; differs: texts, what here may give other bits
@@ -469,14 +469,8 @@ def _config(path: Path, kind, values: dict):
 def _tokenizer(path: Path, values: dict | None, config: GPTConfig):
     if values is None:
         return None
-    kind = KINDS.get(values["kind"]) if isinstance(values.get("kind"), str) else None
-    if kind is None:
-        raise InvalidValue(
-            f"{path / INDEX}: expected a tokenizer of kind {' or '.join(KINDS)}; got "
-            f"{str(values.get('kind'))[:40]!r}."
-        )
     try:
-        tokenizer = kind.from_dict(values)
+        tokenizer = tokenizer_from_dict(values)
     except (InvalidValue, InvalidType) as error:
         raise InvalidValue(f"{path / INDEX}: {error}") from None
     if tokenizer.vocab_size > config.vocab_size:

@@ -79,3 +79,14 @@ def test_no_operator_names_a_vendor():
         text = path.read_text().lower()
         for word in ("nvidia", "amd", "rocm", "hip:", "cublas", "hipblas", "ptx", "sm_80", "sm_90"):
             assert word not in text.replace("adamw", ""), f"{path} names {word}"
+
+
+def test_nothing_but_the_cache_of_compiled_code_is_pickled():
+    """Files that are given, carried or downloaded are data. numba's cache lies in a folder that only its user
+    can write to."""
+    serializers = {"pickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "torch"}
+    for path, _ in modules():
+        found = {name.split(".")[0] for name in imports(path)} & serializers
+        assert not found or path == ROOT / "device" / "cpu.py", f"{path} imports {found}"
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not (isinstance(node, ast.keyword) and node.arg == "allow_pickle"), f"{path}: allow_pickle"
