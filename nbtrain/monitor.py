@@ -84,7 +84,7 @@ class Monitor:
             return Usual()
         values = np.array(window)
         mean = float(values.mean())
-        spread = max(float(values.std()), 1e-3 * abs(mean))
+        spread = max(float(values.std()), 1e-3 * abs(mean), 1e-9)  # above 0 where all of them are 0
         limit = float(np.float32(min(mean + self._warn_z * spread, np.finfo(np.float32).max)))
         return Usual(mean, spread, len(window), limit)
 

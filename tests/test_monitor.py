@@ -72,8 +72,16 @@ def test_a_run_that_goes_well_is_left_in_peace():
         loss = 2 + 8 * math.exp(-step / 100) + 0.05 * rng.standard_normal()
         assert not monitor.see(step, metrics(loss, 0.3 + 3 / step + 0.02 * rng.standard_normal()))
     constant = Monitor()
-    for step in range(1, 200):
-        assert not constant.see(step, metrics(loss=2.0 + 1e-7 * (step % 7)))
+    for step in range(1, 60):
+        assert not constant.see(step, metrics(loss=2.0))
+    assert not constant.see(60, metrics(loss=2.01)) and constant.see(61, metrics(loss=2.02))
+
+
+def test_a_value_after_nothing_but_zeros_is_told():
+    monitor = Monitor()
+    for step in range(1, 60):
+        assert not monitor.see(step, metrics(grad_norm=0.0))
+    assert monitor.see(60, metrics(grad_norm=0.1))
 
 
 def test_what_is_not_finite_is_told_once_and_never_enters():

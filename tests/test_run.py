@@ -318,17 +318,18 @@ def test_outliers_are_skipped_by_the_device_exactly_where_the_host_warns(
     late, run_config, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(nbtrain.run, "steps_ahead", lambda place: late)
-    run_config = dataclasses.replace(run_config, steps=80, warn_z=1.0, skip_outliers=True)
+    monkeypatch.setattr("nbtrain.monitor.LEAST", 3)  # with few values a limit moves much from step to step
+    run_config = dataclasses.replace(run_config, steps=40, warn_z=0.7, skip_outliers=True)
     options = dict(dtype="fp32", train_config=LEVEL)
     whole = _train(run_config, tmp_path / "whole", **options)
     rows = [row for row in _rows(tmp_path / "whole") if "loss" in row]
     skipped = [row["step"] for row in rows if row["skipped"]]
-    assert 3 < len(skipped) < 40 and skipped[0] > 32 and len(rows) == 80
+    assert 3 < len(skipped) < 30 and skipped[0] > 3 + late and len(rows) == 40
     assert [row["step"] for row in rows if "warnings" in row] == skipped
     assert all(
         "lies" in row["warnings"][0] and "skipped" in row["warnings"][-1] for row in rows if row["skipped"]
     )
-    assert whole.checkpoint.opt_state.updates.item() == 80 - len(skipped)
+    assert whole.checkpoint.opt_state.updates.item() == 40 - len(skipped)
 
     # Interrupted after an outlier and resumed, the log teaches the same limits.
     def interrupt(step):
@@ -343,7 +344,7 @@ def test_outliers_are_skipped_by_the_device_exactly_where_the_host_warns(
 
 def test_outliers_are_told_and_change_nothing_where_none_is_skipped(run_config, tmp_path):
     report = Quiet()
-    run_config = dataclasses.replace(run_config, steps=60)
+    run_config = dataclasses.replace(run_config, steps=45)
     silent, loud = (dataclasses.replace(run_config, warn_z=z) for z in (0, 1.0))
     plain = _train(silent, tmp_path / "plain", train_config=LEVEL)
     told = _train(loud, tmp_path / "told", train_config=LEVEL, report=report)
