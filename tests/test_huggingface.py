@@ -411,9 +411,8 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(tmp_path)
 def test_gpt2s_own_tokenizer_files_are_read_and_must_fit_the_model(folder):
     model = json.loads(BPE.to_dict()["tokenizer"])["model"]
     (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
-    (folder / "merges.txt").write_text(
-        "#version: 0.2\n" + "".join(f"{' '.join(m)}\n" for m in model["merges"])
-    )
+    merges = ["#version: 0.2", *(" ".join(pair) for pair in model["merges"])]
+    (folder / "merges.txt").write_text("\n".join(merges))
     with pytest.raises(InvalidValue, match=f"has {BPE.vocab_size} ids, the model in config.json only 131"):
         load_pretrained(folder, device="cpu")
     wte = np.ones((300, C), np.float32)
