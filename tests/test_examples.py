@@ -75,3 +75,24 @@ def test_the_custom_model_learns(custom):
         params, opt_state, metrics = train_step(params, opt_state, _batch(custom, seed, A=2, B=8))
         losses.append(float(metrics.loss))
     assert abs(losses[0] - np.log(256)) < 0.3 and losses[-1] < 1.0
+
+
+def test_the_finetuning_example_lowers_the_loss_and_exports_its_model(tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 200)
+    command = [sys.executable, EXAMPLES / "finetune_gpt2.py", "--text", tmp_path / "text.txt"]
+    options = ["--steps", "20", "--batch-size", "4", "--lr", "3e-3", "--device", "cpu", "--out"]
+
+    def run(*args):
+        done = subprocess.run([*command, *options, *args], capture_output=True, text=True, timeout=140)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    lines = run(tmp_path / "run")
+    before, after = (float(lines[i].rpartition(" ")[2]) for i in (1, 3))
+    assert lines[1].startswith("validation loss before") and lines[3].startswith("validation loss after")
+    assert lines[2].startswith("step 20: loss ") and 4 < before < 7 and after < before - 1
+    assert lines[5] == "the quick brown fox jumps over the lazy dog."
+
+    # Its own export, fine-tuned further, begins where it ended.
+    again = run(tmp_path / "again", tmp_path / "run" / "model")
+    assert again[1] == f"validation loss before: {after:.4f}"
