@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+import os
 import signal
 import sys
 from types import SimpleNamespace
@@ -190,15 +191,38 @@ def test_an_interrupt_ends_a_long_evaluation(run_config, tmp_path):
 
 def test_checkpoints_on_the_way_do_not_change_the_run(run_config, tmp_path):
     plain = _train(run_config, tmp_path / "plain")
-    saved_at = []
-
-    def look(step):
-        if (tmp_path / "often" / "checkpoints").exists():
-            saved_at.append(load(tmp_path / "often", device="cpu").opt_state.step.item())
-
-    often = _train(dataclasses.replace(run_config, save_every=6), tmp_path / "often", report=Quiet(look))
-    assert sorted(set(saved_at)) == [6, 12, 18]
+    often = _train(dataclasses.replace(run_config, save_every=6), tmp_path / "often")
     assert _bits(often.checkpoint.opt_state) == _bits(plain.checkpoint.opt_state)
+    rows = [json.loads(line) for line in (tmp_path / "often" / "log.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "checkpoint" in row]
+    assert [row["checkpoint"] for row in rows] == [f"step_{step:08d}" for step in (6, 12, 18, 20)]
+    assert all(0 < row["stall_ms"] <= row["write_ms"] + 1000 for row in rows)
+    folder = tmp_path / "often" / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000018", "step_00000020"]
+    # The last one cut by 8 bytes: the run goes on from the one before, and ends where it had ended.
+    model = folder / "step_00000020" / "model.safetensors"
+    os.truncate(model, model.stat().st_size - 8)
+    named = []
+    checkpoint = load(tmp_path / "often", device="cpu", passed_over=named.append)
+    assert checkpoint.opt_state.step.item() == 18 and len(named) == 1 and str(model) in named[0]
+    run, train_config = resumed(checkpoint)
+    again = _train(run, tmp_path / "often", train_config=train_config, resume=checkpoint)
+    assert _bits(again.checkpoint.opt_state) == _bits(plain.checkpoint.opt_state)
+    assert _losses(tmp_path / "often") == _losses(tmp_path / "plain")
+
+
+def test_a_run_resumed_elsewhere_says_that_bits_may_differ(run_config, tmp_path):
+    kept = _train(dataclasses.replace(run_config, steps=5), tmp_path / "run").checkpoint
+    kept = load(kept.meta["path"], device="cpu")
+    for differs, words in (([], []), (["cpu i486, here znver4"], ["bits may differ", "i486, here znver4"])):
+        report = Quiet()
+        checkpoint = kept._replace(meta=kept.meta | {"differs": differs}, params=kept.params.alias())
+        state = kept.opt_state
+        trees = {name: getattr(state, name).alias() for name in ("m", "v")}
+        checkpoint = checkpoint._replace(opt_state=state._replace(master=checkpoint.params, **trees))
+        _train(run_config, tmp_path / "other", resume=checkpoint, report=report)
+        said = [text for text in report.said if "bits may differ" in text]
+        assert len(said) == bool(words) and all(word in said[0] for word in words)
 
 
 def test_a_failing_plot_does_not_stop_the_run(run_config, tmp_path, monkeypatch):
