@@ -255,6 +255,21 @@ def check_available(place: str, captured: bool | None, tensorboard: bool) -> Non
         TensorBoard.check()
 
 
+def micro_batches(total_tokens: int, B: int, T: int) -> int:
+    """Micro-batches of B x T tokens that make `total_tokens`."""
+    each = B * T
+    for name, value in (("total_tokens", total_tokens), ("B", B), ("T", T)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidValue(f"{name} of a batch must be an int, 1 or more; got {value!r}.")
+    if total_tokens % each:
+        nearest = max(1, round(total_tokens / each)) * each
+        raise InvalidValue(
+            f"a total batch of {total_tokens:,} tokens is no multiple of a micro-batch, {B} x {T} = {each:,} "
+            f"tokens. The nearest is {nearest}."
+        )
+    return total_tokens // each
+
+
 def to_toml(settings: dict) -> bytes:
     """The settings as config.toml has them."""
     import tomli_w

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 
 import numpy as np
 import pytest
@@ -108,6 +109,7 @@ def test_the_version_is_told_by_module_and_command(nb):
         (["train", "--shakespeare", "--dtype", "fp8"], "fp8"),
         (["train", "--data", "nowhere.bin"], "--vocab-size"),
         (["train", "--resume", "run", "--lr", "1"], "--lr is fixed by the run"),
+        (["train", "--shakespeare", "--micro", "2", "--total-batch-tokens", "768"], "one of --micro and"),
         (["train", "--resume", "run", "--shakespeare"], "--shakespeare is fixed by the run"),
         (["prepare"], "give a text file or folder"),
         (["prepare", "a.txt", "--shakespeare"], "give a text file or folder"),
@@ -133,6 +135,18 @@ def test_wrong_usage_exits_with_2_and_the_reason(args, message, nb):
             "n_embd must be a multiple",
         ),
         (["train", "--text", "{tmp}/text.txt", "--device", "tpu", "--out", "{tmp}/run"], "got 'tpu'"),
+        (
+            ["train", "--text", "{tmp}/text.txt", "--total-batch-tokens", "1000", "--out", "{tmp}/run"],
+            "nearest is 768",
+        ),
+        (["train", "--text", "{tmp}/text.txt", "--loss-scale", "3", "--out", "{tmp}/run"], "power of two"),
+        (["train", "--text", "{tmp}/text.txt", "--warn-z", "-1", "--out", "{tmp}/run"], "warn_z"),
+        (["train", "--text", "{tmp}/text.txt", "--keep-last", "0", "--out", "{tmp}/run"], "keep_last"),
+        (
+            ["train", "--text", "{tmp}/text.txt", "--capture", "--device", "cpu", "--out", "{tmp}/run"],
+            "NVIDIA GPU",
+        ),
+        (["train", "--text", "{tmp}/text.txt", "--init", "{tmp}/nowhere", "--out", "{tmp}/run"], "nowhere"),
         (["train", "--text", "{tmp}/text.txt", "--remat", "some", "--out", "{tmp}/run"], "remat"),
         (["train", "--text", "{tmp}/text.txt", "--block-size", "5000", "--out", "{tmp}/run"], "T + 1 = 5001"),
         (["train", "--resume", "{tmp}/nowhere"], "no checkpoint at"),
@@ -165,8 +179,13 @@ def test_training_tells_what_it_does(trained):
     assert re.search(r"^text: 2,700 characters, 2,430 tokens to train on, 270 to validate on$", out, re.M)
     assert re.search(r"^model: 1 layers, 2 heads, 16 channels, 16 positions, vocabulary 29: ", out, re.M)
     assert "a step is 1 x 4 x 16 = 64 tokens" in out and "the run 12 steps" in out
-    final = re.search(r"^final validation loss (\d\.\d{4})$", out, re.M)
-    assert final and 2 < float(final[1]) < 4
+    final = re.search(r"^final validation loss (\d\.\d{4}), perplexity (\d+\.\d\d)$", out, re.M)
+    assert (
+        final
+        and 2 < float(final[1]) < 4
+        and float(final[2]) == pytest.approx(np.exp(float(final[1])), rel=1e-3)
+    )
+    assert "steps: launched kernel by kernel (auto)" in out and "MFU: unknown" in out
     assert len(out[final.end() :].strip("\n")) > 10, "no sample"
     assert {"checkpoints", "log.jsonl", "loss.png", "data"} <= {entry.name for entry in folder.iterdir()}
 
@@ -210,6 +229,97 @@ def test_options_reach_the_configuration(nb, tmp_path):
     run = got.meta["extra"]["run"]
     assert (run["micro"], run["B"], run["seed"], run["eval_every"], run["steps"]) == (2, 4, 3, 5, 12)
     assert isinstance(got.tokenizer, ByteTokenizer) and got.opt_state.seed.tolist() == [3, 0]
+
+
+def test_a_run_is_repeated_by_its_config(nb, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = (
+        "--tokenizer byte --lr 0.02 --schedule wsd --decay 3 --betas 0.8 0.9 --eps 1e-7 --loss-scale 256"
+    )
+    options += (
+        " --warn-z 4 --skip-outliers --total-batch-tokens 128 --keep-every 5 --save-every 5 --dropout 0.1"
+    )
+    source = ("train", "--text", tmp_path / "text.txt", "--dtype", "fp16", "--sample-tokens", 0, *TINY)
+    code, _, err = nb(*source, *options.split(), "--out", tmp_path / "first")
+    assert code == 0, err
+    file = tmp_path / "first" / "config.toml"
+    settings = tomllib.loads(file.read_text())
+    assert (settings["micro"], settings["warmup"], settings["min_lr"]) == (2, 1, 0.002)
+    assert (settings["dtype"], settings["device"], settings["n_layer"]) == ("fp16", "cpu", 1)
+    assert settings["betas"] == [0.8, 0.9] and settings["text"] == str(tmp_path / "text.txt")
+    code, _, err = nb("train", "--config", file, "--out", tmp_path / "again")
+    assert code == 0, err
+    first, again = (load(tmp_path / name, device="cpu") for name in ("first", "again"))
+    assert first.params.buffer.tobytes() == again.params.buffer.tobytes()
+    assert first.train_config == again.train_config and first.config == again.config
+    c = again.train_config
+    assert (c.decay, c.betas, c.eps, c.loss_scale, c.total) == (3, (0.8, 0.9), 1e-7, 256.0, 12)
+    run = again.meta["extra"]["run"]
+    assert (run["warn_z"], run["skip_outliers"], run["micro"], run["keep_every"]) == (4.0, True, 2, 5)
+    assert {path.name for path in (tmp_path / "again" / "checkpoints").iterdir()} >= {
+        "step_00000005", "step_00000010", "step_00000012",
+    }  # fmt: skip
+    told = tomllib.loads((tmp_path / "again" / "config.toml").read_text())
+    assert told == settings | {"out": str(tmp_path / "again")}
+
+
+def test_flags_win_over_the_config_file_and_void_what_they_replace(nb, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "run.toml").write_text(
+        "shakespeare = true\nsteps = 999\nmicro = 3\nlr = 1\nseed = 4\nsample_tokens = 0\nvocab_size = 7\n"
+        'preset = "gpt2"\n'
+    )
+    files = ("--config", tmp_path / "run.toml", "--text", tmp_path / "text.txt", "--out", tmp_path / "run")
+    code, _, err = nb("train", *files, *TINY, "--total-batch-tokens", 64)
+    assert code == 0, err
+    got = load(tmp_path / "run", device="cpu")
+    run = got.meta["extra"]["run"]
+    assert (run["steps"], run["micro"], run["seed"], got.train_config.lr) == (12, 1, 4, 1.0)
+    assert (got.config.vocab_size, got.config.n_layer) == (29, 1)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("step = 3", "unknown option 'step'; the nearest known one is 'steps'"),
+        ("batch-size = 3", "unknown option 'batch-size'; the nearest known one is 'batch_size'"),
+        ("config = 'a'", "unknown option 'config'"),
+        ("steps = 'many'", "steps must be an integer of 64 bits; got 'many'"),
+        ("steps = true", "steps must be an integer"),
+        ("lr = [1]", "lr must be a number; got [1]"),
+        ("schedule = 'fast'", "schedule must be one of constant, linear, cosine, wsd; got 'fast'"),
+        ("betas = [0.9]", "betas must be a list of 2 numbers"),
+        ("data = 'a.bin'", "data must be a list of strings"),
+        ("shakespeare = 1", "shakespeare must be true or false"),
+        ("steps = ", "is no TOML"),
+    ],
+)
+def test_a_config_file_that_is_wrong_is_named(nb, tmp_path, text, message):
+    (tmp_path / "run.toml").write_text(text)
+    code, out, err = nb("train", "--config", tmp_path / "run.toml")
+    assert code == 1 and not out and err.count("\n") == 1
+    assert err.startswith(f"nbtrain: {tmp_path / 'run.toml'}") and message in err
+
+
+def test_a_config_file_that_is_not_there_is_named(nb, tmp_path):
+    code, _, err = nb("train", "--config", tmp_path / "nowhere.toml")
+    assert code == 1 and "nowhere.toml" in err and err.count("\n") == 1
+
+
+def test_a_run_begins_with_the_weights_of_another(trained, nb, tmp_path):
+    (tmp_path / "other.txt").write_text(TEXT[:1350])  # other characters would not be in its tokenizer
+    options = ("--text", tmp_path / "other.txt", "--init", trained[0], "--out", tmp_path / "run", "--lr", 0)
+    tiny = ("--steps", 2, "--device", "cpu", "--sample-tokens", 0, "--batch-size", 4)
+    code, _, err = nb("train", *options, *tiny)
+    assert code == 0, err
+    got, base = (load(folder, device="cpu") for folder in (tmp_path / "run", trained[0]))
+    assert got.params.buffer.tobytes() == base.params.buffer.tobytes() and got.config == base.config
+    assert got.opt_state.step.item() == 2 and got.tokenizer.to_dict() == base.tokenizer.to_dict()
+    code, _, err = nb("train", "--config", tmp_path / "run" / "config.toml", "--out", tmp_path / "again")
+    assert code == 0, err
+    assert load(tmp_path / "again", device="cpu").data_state == got.data_state
+    code, _, err = nb("train", *options, "--n-layer", 2)
+    assert code == 2 and "--n-layer is fixed by the weights" in re.sub(r"[\s│]+", " ", err)
 
 
 def test_token_files_bring_their_tokenizer(trained, nb, tmp_path):
@@ -262,7 +372,7 @@ def test_the_first_interrupt_saves_and_the_run_goes_on(nb, tmp_path):
         f"nbtrain: go on with: nbtrain train --resume {tmp_path / 'run'}\n" in err and "Traceback" not in err
     )
     done = load(tmp_path / "run", device="cpu").opt_state.step.item()
-    assert done == log.read_text().count("\n") >= 3 and "final validation loss" not in out
+    assert done == log.read_text().count('"lr"') >= 3 and "final validation loss" not in out
     code, out, err = nb(
         "train", "--resume", tmp_path / "run", "--steps", done + 2, "--device", "cpu", "--sample-tokens", 0
     )

@@ -15,7 +15,7 @@ from nbtrain.config import GPTConfig, TrainConfig
 from nbtrain.data import eval_batches, write_tokens
 from nbtrain.errors import InvalidValue, Unavailable
 from nbtrain.log import Log, Report, _means, clock, draw, perplexity
-from nbtrain.run import RunConfig, evaluate, resumed, train
+from nbtrain.run import RunConfig, evaluate, micro_batches, resumed, train
 from nbtrain.train import init, make_eval_step
 
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=20, dropout=0.1)
@@ -382,6 +382,21 @@ def test_outliers_are_told_and_change_nothing_where_none_is_skipped(run_config, 
     assert not any("warnings" in row for row in _rows(tmp_path / "plain"))
     with pytest.raises(InvalidValue, match="warn_z is 0"):
         dataclasses.replace(run_config, warn_z=0, skip_outliers=True)
+
+
+def test_micro_batches_come_from_the_tokens_of_a_step():
+    assert micro_batches(524_288, 16, 1024) == 32 and micro_batches(96, 12, 8) == 1
+    for total, B, T, nearest in (
+        (500_000, 16, 1024, 507_904),
+        (95, 12, 8, 96),
+        (1, 12, 8, 96),
+        (145, 12, 8, 192),
+    ):
+        with pytest.raises(InvalidValue, match=f"The nearest is {nearest}\\."):
+            micro_batches(total, B, T)
+    for wrong in ((0, 1, 1), (8, 0, 1), (8, 1, True), (8.0, 1, 1)):
+        with pytest.raises(InvalidValue, match="must be an int"):
+            micro_batches(*wrong)
 
 
 def test_the_plot_is_refreshed_while_the_run_goes(run_config, tmp_path, monkeypatch):
