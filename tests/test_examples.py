@@ -96,3 +96,14 @@ def test_the_finetuning_example_lowers_the_loss_and_exports_its_model(tmp_path):
     # Its own export, fine-tuned further, begins where it ended.
     again = run(tmp_path / "again", tmp_path / "run" / "model")
     assert again[1] == f"validation loss before: {after:.4f}"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_the_resume_example_ends_with_the_same_bits(dtype):
+    command = [sys.executable, EXAMPLES / "resume.py", "--dtype", dtype, "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    losses, equal = done.stdout.splitlines()
+    first, last = map(float, losses.removeprefix("loss ").split(" -> "))
+    assert abs(first - np.log(65)) < 0.3 and last < first - 0.3
+    assert equal == "losses equal, params equal, moments equal"

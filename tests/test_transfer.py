@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nbtrain.data import batches, eval_batches, write_tokens
-from nbtrain.device.transfer import ALIGNMENT, Uploader
+from nbtrain.device.transfer import ALIGNMENT, Snapshots, Uploader, snapshot_bytes
 from nbtrain.errors import Unavailable
 
 
@@ -37,7 +37,7 @@ class _Stream:
 
 
 class _Event:
-    def __init__(self, disable_timing):
+    def __init__(self, disable_timing=False):
         self.recorded = None
 
     def record(self, stream):
@@ -90,8 +90,8 @@ def cupy(monkeypatch):
         return pointer.data[pointer.offset : pointer.offset + n_bytes].view(dtype).reshape(shape)
 
     def memcpy_async(to, source, n_bytes, kind, stream):
-        assert kind == "host to device"
-        to, source = _Pointer.all[to], _Pointer.all[source]
+        assert kind in ("host to device", "device to host")
+        to, source = _bytes_at(to), _bytes_at(source)
         _Stream.all[stream].queue.append(lambda: np.copyto(to[:n_bytes], source[:n_bytes]))
 
     runtime = types.SimpleNamespace(
@@ -100,6 +100,7 @@ def cupy(monkeypatch):
         CUDARuntimeError=RuntimeError,
         memcpyAsync=memcpy_async,
         memcpyHostToDevice="host to device",
+        memcpyDeviceToHost="device to host",
     )
     cuda = types.SimpleNamespace(
         runtime=runtime,
@@ -109,6 +110,7 @@ def cupy(monkeypatch):
         alloc=alloc,
         alloc_pinned_memory=alloc_pinned_memory,
         get_current_stream=lambda: _Stream.current,
+        get_elapsed_time=lambda begun, copied: 1.5,
     )
     module = types.SimpleNamespace(cuda=cuda, ndarray=ndarray, pinned=pinned)
     monkeypatch.setitem(sys.modules, "cupy", module)
@@ -117,6 +119,25 @@ def cupy(monkeypatch):
 
 class _Memory(np.ndarray):
     pass
+
+
+def _bytes_at(address):
+    """The bytes behind an address in one of the memories that were given out."""
+    found = [x for x in _Pointer.all.values() if 0 <= address - x.ctypes.data < len(x)]
+    return found[0][address - found[0].ctypes.data :]
+
+
+class _OnDevice(np.ndarray):
+    """An array as CuPy has them: its address is data.ptr."""
+
+    @property
+    def data(self):
+        return types.SimpleNamespace(ptr=self.ctypes.data)
+
+
+def _on_device(array):
+    memory = _Pointer(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).data
+    return memory.view(array.dtype).reshape(array.shape).view(_OnDevice)
 
 
 def _arrays(seed):
@@ -190,6 +211,58 @@ def test_batches_through_a_device_equal_the_host_s(cupy, tmp_path):
     assert len(host) == len(device) == 21
     for got, want in zip(device, host, strict=True):
         assert all((a == b).all() for a, b in zip(got, want, strict=True))
+
+
+def test_a_snapshot_holds_what_the_arrays_held_when_it_was_taken(cupy):
+    """What is queued behind it, as the next step, waits for the copy; what was queued before comes first."""
+    snapshots, arrays = Snapshots("cuda:0"), [_on_device(x) for x in _arrays(0)]
+    before = [x.copy() for x in arrays]
+
+    def step():
+        for x in arrays:
+            x += 1
+
+    _Stream.current.queue.append(step)
+    copies = snapshots.take(arrays)
+    _Stream.current.queue.append(step)
+    _Stream.current.synchronize()
+    assert snapshots.wait() == 1.5
+    for copy, array, was in zip(copies, arrays, before, strict=True):
+        assert (copy == was + 1).all() and (array == was + 2).all()
+        assert copy.dtype == was.dtype and copy.ctypes.data % 8 == 0
+
+
+def test_snapshots_use_their_memory_again_and_take_more_for_larger_arrays(cupy):
+    snapshots, arrays = Snapshots("cuda:0"), [_on_device(x) for x in _arrays(0)]
+    snapshots.reserve(snapshot_bytes(arrays))
+    for _ in range(3):
+        snapshots.take(arrays)
+        snapshots.wait()
+    assert len(cupy.pinned) == 1
+    larger = [_on_device(np.arange(4000))]
+    (copy,) = snapshots.take(larger)
+    snapshots.wait()
+    assert len(cupy.pinned) == 2 and (copy == larger[0]).all()
+
+
+def test_pinned_memory_that_cannot_be_had_is_told(cupy):
+    def none(n_bytes):
+        raise RuntimeError("out of memory")
+
+    cupy.cuda.alloc_pinned_memory = none
+    with pytest.raises(Unavailable, match=r"4,096 bytes of pinned host memory.*out of memory.*wait=True"):
+        Snapshots("cuda:0").reserve(4096)
+
+
+def test_a_snapshot_on_the_cpu_is_a_copy():
+    snapshots, arrays = Snapshots("cpu"), _arrays(0)
+    copies = snapshots.take(arrays)
+    before = [x.copy() for x in arrays]
+    for x in arrays:
+        x[...] = -1
+    assert snapshots.wait() == 0 and all((a == b).all() for a, b in zip(copies, before, strict=True))
+    again = snapshots.take(arrays)
+    assert all(a.ctypes.data == b.ctypes.data and (a == -1).all() for a, b in zip(again, copies, strict=True))
 
 
 def test_what_is_not_there_says_what_to_do(cupy):
