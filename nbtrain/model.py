@@ -23,6 +23,7 @@ import numpy as np
 from nbtrain.batch import IGNORE_INDEX, Batch
 from nbtrain.config import GPTConfig, TrainConfig
 from nbtrain.device import on_gpu
+from nbtrain.device.blas import fuses_gelu
 from nbtrain.device.philox import Rng
 from nbtrain.device.place import device_of, to_device
 from nbtrain.device.scratch import Scratch
@@ -39,6 +40,7 @@ from nbtrain.ops.linear import (
     linear_backward_input,
     linear_backward_weight,
     linear_forward,
+    linear_gelu_forward,
     matmul,
 )
 from nbtrain.tree import Layout, Tree
@@ -65,7 +67,7 @@ class Activations(NamedTuple):
     h2: Array  # its LayerNorm
     mean2: Array  # (N,) fp32
     rstd2: Array  # (N,) fp32
-    fc: Array  # (N, 4C), before bias and GELU
+    fc: Array  # (N, 4C), before GELU, with the bias where the product adds it
     act: Array  # (N, 4C), after
 
 
@@ -134,11 +136,20 @@ class GPT:
             matmul(logits, p.wte, out=dh[rows])
         loss_sum = sum_losses(losses)
         dx = hf  # whose last use was the product before
-        layernorm_backward(dh, x, p.lnf_w, mean, rstd, out=(dx, g.lnf_w, g.lnf_b))
+        layernorm_backward(
+            dh,
+            x,
+            p.lnf_w,
+            mean,
+            rstd,
+            dx_sum=self._bias_gradient(grads[-1].out_b),
+            out=(dx, g.lnf_w, g.lnf_b),
+        )
         for i in reversed(range(cfg.n_layer)):
             if self.every and (i + 1) % self.every == 0 and i + 1 < cfg.n_layer:
                 self._recompute(p, range(i + 1 - self.every, i + 1), B, T, dtype, rng)
-            self._block_backward(i, blocks[i], grads[i], self._activations(i, B, T, dtype), dx, dh, rng)
+            a = self._activations(i, B, T, dtype)
+            self._block_backward(i, blocks[i], grads[i], a, dx, dh, rng, grads[i - 1] if i else None)
         if cfg.dropout:
             self._dropout(dropout_backward, dx, rng, _EMBEDDING, T * C, dx)
         embedding_backward(dx.reshape(B, T, C), batch.tokens, batch.order, dwte, g.wpe, accumulate=True)
@@ -239,32 +250,54 @@ class GPT:
         linear_forward(a.att, w.proj_w, w.proj_b, out=branch)
         self._branch_dropout(dropout_forward, branch, rng, i, _AFTER_PROJ, T, branch)
         layernorm_forward(branch, w.ln2_w, w.ln2_b, residual=a.x1, out=(a.h2, a.mean2, a.rstd2, a.x2))
-        linear_forward(a.h2, w.fc_w, out=a.fc)
-        gelu_forward(a.fc, w.fc_b, out=a.act)
+        if fuses_gelu(a.h2, 4 * C):
+            linear_gelu_forward(a.h2, w.fc_w, w.fc_b, out=(a.act, a.fc))
+        else:
+            linear_forward(a.h2, w.fc_w, out=a.fc)
+            gelu_forward(a.fc, w.fc_b, out=a.act)
         linear_forward(a.act, w.out_w, w.out_b, out=branch)
         self._branch_dropout(dropout_forward, branch, rng, i, _AFTER_OUT, T, branch)
         return branch
 
-    def _block_backward(self, i, w, g, a: Activations, dx, dh, rng):
-        """dx: the gradient of the block's result on entry, of a.x1 on return."""
+    def _block_backward(self, i, w, g, a: Activations, dx, dh, rng, g_before):
+        """dx: the gradient of the block's result on entry, of a.x1 on return. g_before: the gradients of the
+        block before, whose last bias is added to a.x1."""
         (B, H, T), (N, C) = a.lse.shape, a.x1.shape
         behind_act = a.act.nbytes if self._light else 0
         dfc = self._scratch("logits", (N, 4 * C), dx.dtype, at=behind_act)
         dqkv = self._scratch("logits", (N, 3 * C), dx.dtype, at=behind_act)  # dfc has been read by then
         dout = self._branch_dropout(dropout_backward, dx, rng, i, _AFTER_OUT, T)
         linear_backward_input(dout, w.out_w, out=dfc)
-        gelu_backward(dfc, a.fc, w.fc_b, recompute_out=a.act if self._light else None, out=(dfc, g.fc_b))
-        linear_backward_weight(dout, a.act, out=(g.out_w, g.out_b))
+        in_fc = fuses_gelu(a.h2, 4 * C)
+        gelu_backward(
+            dfc, a.fc, None if in_fc else w.fc_b, bias_in_x=in_fc,
+            recompute_out=a.act if self._light else None, out=(dfc, g.fc_b),
+        )  # fmt: skip
+        own_bias = self._bias_gradient(g.proj_b) is None
+        linear_backward_weight(dout, a.act, bias=own_bias, out=(g.out_w, g.out_b if own_bias else None))
         linear_backward(dfc, a.h2, w.fc_w, bias=False, out=(dh, g.fc_w, None))
-        layernorm_backward(dh, a.x2, w.ln2_w, a.mean2, a.rstd2, dresidual=dx, out=(dx, g.ln2_w, g.ln2_b))
+        layernorm_backward(
+            dh, a.x2, w.ln2_w, a.mean2, a.rstd2, dresidual=dx, dx_sum=self._bias_gradient(g.proj_b),
+            out=(dx, g.ln2_w, g.ln2_b),
+        )  # fmt: skip
         dout = self._branch_dropout(dropout_backward, dx, rng, i, _AFTER_PROJ, T)
-        linear_backward(dout, a.att, w.proj_w, out=(dh, g.proj_w, g.proj_b))
+        linear_backward(
+            dout, a.att, w.proj_w, bias=own_bias, out=(dh, g.proj_w, g.proj_b if own_bias else None)
+        )
         attention_backward(
             dh.reshape(B, T, C), a.qkv.reshape(B, T, 3 * C), a.att.reshape(B, T, C), a.lse, H,
             out=dqkv.reshape(B, T, 3 * C), **self._attention_dropout(i, T, rng),
         )  # fmt: skip
         linear_backward(dqkv, a.h1, w.qkv_w, out=(dh, g.qkv_w, g.qkv_b))
-        layernorm_backward(dh, a.x1, w.ln1_w, a.mean1, a.rstd1, dresidual=dx, out=(dx, g.ln1_w, g.ln1_b))
+        layernorm_backward(
+            dh, a.x1, w.ln1_w, a.mean1, a.rstd1, dresidual=dx,
+            dx_sum=g_before and self._bias_gradient(g_before.out_b), out=(dx, g.ln1_w, g.ln1_b),
+        )  # fmt: skip
+
+    def _bias_gradient(self, dbias):
+        """`dbias`, where the gradient of a branch's last bias is the sum of what LayerNorm's backward pass
+        writes: on a GPU and without dropout between them. Else None."""
+        return dbias if self._light and not self.config.dropout else None
 
     def _recompute(self, p, blocks, B, T, dtype, rng):
         f, x, sections = None, None, p.sections("blocks")

@@ -22,6 +22,7 @@ from nbtrain.device.tuning import row_shape, tuned
 from nbtrain.device.vector import (
     block_max,
     block_sum,
+    block_sums,
     exp2,
     load,
     log2,
@@ -44,7 +45,7 @@ __all__ = [
     "is_recording", "launch", "on_gpu", "recording", "row_shape", "tuned",
     # inside kernels
     "load", "read8", "round8", "row_access", "store",
-    "block_max", "block_sum", "exp2", "log2", "random_bits", "random_bits8", "rcp", "rsqrt",
+    "block_max", "block_sum", "block_sums", "exp2", "log2", "random_bits", "random_bits8", "rcp", "rsqrt",
     # CPU twins
     "njit", "prange", "twin",
 ]  # fmt: skip

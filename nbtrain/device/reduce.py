@@ -64,7 +64,7 @@ def _sum_blocks_kernel():
     X, Y = column_block("sum_blocks")
 
     @backend.kernel(launch_bounds=X * Y)
-    def sum_blocks(partial, blocks, C, out, second):
+    def sum_blocks(partial, blocks, C, out, second, third):
         buf = cuda.shared.array((Y, X), float32)
         x, y = cuda.threadIdx.x, cuda.threadIdx.y
         c = cuda.blockIdx.x * X + x
@@ -81,16 +81,18 @@ def _sum_blocks_kernel():
                 s += buf[k, x]
             if cuda.blockIdx.y == 0:
                 store(out, c, s)
-            else:
+            elif cuda.blockIdx.y == 1:
                 store(second, c, s)
+            else:
+                store(third, c, s)
 
     return sum_blocks, X, Y
 
 
-def sum_blocks(partial, blocks: int, out, second=None) -> None:
-    """out (C,) = the sum of the first `blocks` rows of `partial` (flat fp32, rows of C), `second` that of the
-    next."""
+def sum_blocks(partial, blocks: int, *outs) -> None:
+    """The first of one to three `outs` (C,) = the sum of the first `blocks` rows of `partial` (flat fp32,
+    rows of C), the second that of the next, and so on."""
     sum_, X, Y = _sum_blocks_kernel()
-    grid = -(-out.size // X), 1 if second is None else 2
-    # Absent, it is an array that is not written: the simulator copies every argument back.
-    launch(sum_, grid, (X, Y), partial, blocks, out.size, out, partial if second is None else second)
+    C, grid = outs[0].size, (-(-outs[0].size // X), len(outs))
+    # An absent one is an array that is not written: the simulator copies every argument back.
+    launch(sum_, grid, (X, Y), partial, blocks, C, *outs, *[partial] * (3 - len(outs)))

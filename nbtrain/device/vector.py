@@ -1,12 +1,15 @@
 """What a kernel says to memory and to its neighbours: one name, one body a backend.
 
-    load(a, i)                          a[i] as fp32 store(a, i, x)                      a[i] = x, rounded
-    once, to nearest, ties to even load8(dst, at, a, i, count)         dst[at : at + 8] = a[i : i + 8] as fp32
-    store8(a, i, src, at, count)        a[i : i + 8] = src[at : at + 8] round8(dst, at, a)
-    dst[at : at + 8] rounded to the storage of a, still fp32 exp2 log2 rcp rsqrt                 one
-    instruction each block_sum(threads, rows)            device functions: the sum, or the largest, of one
-    fp32 value over the `threads` block_max(threads, rows)            threads (threadIdx.x) of a row of a
-    (threads, rows) block, returned to each of them
+    load(a, i)                      a[i] as fp32
+    store(a, i, x)                  a[i] = x, rounded once, to nearest, ties to even
+    load8(dst, at, a, i, count)     dst[at : at + 8] = a[i : i + 8] as fp32
+    store8(a, i, src, at, count)    a[i : i + 8] = src[at : at + 8]
+    round8(dst, at, a)              dst[at : at + 8] rounded to the storage of a, still fp32
+    exp2 log2 rcp rsqrt             one instruction each
+
+    block_sum(threads, rows)        device functions: the sum, or the largest, of one fp32 value over the
+    block_max(threads, rows)        `threads` threads (threadIdx.x) of a row of a (threads, rows) block,
+    block_sums(threads, rows)       returned to each of them; the sums of two values, as a pair
 
 Arrays are C-contiguous, of any rank, and indexed flat. `dst` and `src` are local arrays. `row_access` picks
 the eight-wide forms: one 128-bit access (two for fp32) where every row begins at a 16-byte boundary, else
@@ -60,6 +63,19 @@ def block_sum(threads: int, rows: int = 1):
 @functools.cache
 def block_max(threads: int, rows: int = 1):
     return backend.block_reduce(_max, threads, rows) or _shared_reduce(_max, threads, rows)
+
+
+@functools.cache
+def block_sums(threads: int, rows: int = 1):
+    return backend.block_sums(threads, rows) or _one_by_one(block_sum(threads, rows))
+
+
+def _one_by_one(reduce):
+    @backend.device_function
+    def both(a, b):
+        return reduce(a), reduce(b)
+
+    return both
 
 
 def _shared_reduce(combine, threads: int, rows: int):

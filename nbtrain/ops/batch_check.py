@@ -15,6 +15,7 @@ from nbtrain.device import (
     array_module,
     as_arrays,
     cuda,
+    device_function,
     expect,
     float32,
     int32,
@@ -28,60 +29,85 @@ from nbtrain.errors import InvalidValue
 LAST = 2**31 - 1  # as a position: none
 
 # ----------------------------------------------------------------------------
-# GPU kernel
+# GPU kernels
 
 
 @functools.cache
-def _kernel(checked: bool):
-    """One block over the whole batch. Without fastmath, so that the quotient is the host's."""
-    T, _ = tuned("batch_check")  # a power of two
-    U = 4  # reads of each array in flight a thread
-
-    @kernel(launch_bounds=T, fastmath=False)
-    def batch_check(tokens, targets, loss_scale, counts, dloss, N, vocab_size, ignore_index):
-        n_buf = cuda.shared.array(T, int32)
-        token_buf = cuda.shared.array(T, int32)
-        target_buf = cuda.shared.array(T, int32)
-        token = cuda.local.array(U, int32)
-        target = cuda.local.array(U, int32)
+def _fold(T: int):
+    @device_function
+    def fold_counts(n, bad_token, bad_target):
+        """(sum, least, least) over a block of T threads, T a power of two; right in thread 0 alone."""
+        buf = cuda.shared.array((3, T), int32)
         lane = cuda.threadIdx.x
-        n, bad_token, bad_target = int32(0), int32(LAST), int32(LAST)
-        first = lane
-        while first < N:
-            for u in range(U):
-                i = min(first + u * T, N - 1)
-                token[u] = tokens[i]
-                target[u] = targets[i]
-            for u in range(U):
-                i = first + u * T
-                if i < N:
-                    outside = checked and (target[u] < 0 or target[u] >= vocab_size)
-                    if target[u] != ignore_index:
-                        if outside:
-                            bad_target = min(bad_target, int32(i))
-                        else:
-                            n += int32(1)
-                    if checked and (token[u] < 0 or token[u] >= vocab_size):
-                        bad_token = min(bad_token, int32(i))
-            first += U * T
-        n_buf[lane] = n
-        token_buf[lane] = bad_token
-        target_buf[lane] = bad_target
+        buf[0, lane] = n
+        buf[1, lane] = bad_token
+        buf[2, lane] = bad_target
         half = T // 2
         while half > 0:
             cuda.syncthreads()
             if lane < half:
-                n_buf[lane] += n_buf[lane + half]
-                token_buf[lane] = min(token_buf[lane], token_buf[lane + half])
-                target_buf[lane] = min(target_buf[lane], target_buf[lane + half])
+                buf[0, lane] += buf[0, lane + half]
+                buf[1, lane] = min(buf[1, lane], buf[1, lane + half])
+                buf[2, lane] = min(buf[2, lane], buf[2, lane + half])
             half //= 2
-        if lane == 0:
-            counts[0] = n_buf[0]
-            counts[1] = token_buf[0] if token_buf[0] < LAST else -1
-            counts[2] = target_buf[0] if target_buf[0] < LAST else -1
-            dloss[0] = loss_scale[0] / float32(max(n_buf[0], int32(1)))
+        return buf[0, lane], buf[1, lane], buf[2, lane]
 
-    return batch_check, T
+    return fold_counts
+
+
+@functools.cache
+def _block_kernel(checked: bool):
+    """partial[3 * b :] = what block b found among its share of the batch, which threads read side by side."""
+    T, _ = tuned("batch_check")
+    fold = _fold(T)
+
+    @kernel(launch_bounds=T)
+    def batch_check_block(tokens, targets, partial, N, vocab_size, ignore_index):
+        n, bad_token, bad_target = int32(0), int32(LAST), int32(LAST)
+        i = cuda.blockIdx.x * T + cuda.threadIdx.x
+        while i < N:
+            token, target = tokens[i], targets[i]
+            if target != ignore_index:
+                if checked and (target < 0 or target >= vocab_size):
+                    bad_target = min(bad_target, int32(i))
+                else:
+                    n += int32(1)
+            if checked and (token < 0 or token >= vocab_size):
+                bad_token = min(bad_token, int32(i))
+            i += cuda.gridDim.x * T
+        n, bad_token, bad_target = fold(n, bad_token, bad_target)
+        if cuda.threadIdx.x == 0:
+            at = 3 * cuda.blockIdx.x
+            partial[at] = n
+            partial[at + 1] = bad_token
+            partial[at + 2] = bad_target
+
+    return batch_check_block, T
+
+
+@functools.cache
+def _total_kernel():
+    """One block adds up the blocks. Without fastmath, so that the quotient is the host's."""
+    T, _ = tuned("batch_check")
+    fold = _fold(T)
+
+    @kernel(launch_bounds=T, fastmath=False)
+    def batch_check_total(partial, blocks, loss_scale, counts, dloss):
+        n, bad_token, bad_target = int32(0), int32(LAST), int32(LAST)
+        b = cuda.threadIdx.x
+        while b < blocks:
+            n += partial[3 * b]
+            bad_token = min(bad_token, partial[3 * b + 1])
+            bad_target = min(bad_target, partial[3 * b + 2])
+            b += T
+        n, bad_token, bad_target = fold(n, bad_token, bad_target)
+        if cuda.threadIdx.x == 0:
+            counts[0] = n
+            counts[1] = bad_token if bad_token < LAST else -1
+            counts[2] = bad_target if bad_target < LAST else -1
+            dloss[0] = loss_scale[0] / float32(max(n, int32(1)))
+
+    return batch_check_total, T
 
 
 # ----------------------------------------------------------------------------
@@ -130,9 +156,13 @@ def batch_check(
     if not 1 <= N < LAST:
         raise InvalidValue(f"batch_check expects 1..{LAST - 1} tokens; got {tokens.shape}. Split the batch.")
     if on_gpu(tokens):
-        check, T = _kernel(vocab_size is not None)
+        check, T = _block_kernel(vocab_size is not None)
+        total, _ = _total_kernel()
+        blocks = min(tuned("batch_check")[1], -(-N // T))
+        partial = xp.empty(3 * blocks, np.int32)
         limits = np.int32(vocab_size or 0), np.int32(ignore_index)
-        launch(check, 1, T, tokens, targets, loss_scale, counts, dloss, N, *limits)
+        launch(check, blocks, T, tokens, targets, partial, N, *limits)
+        launch(total, 1, T, partial, blocks, loss_scale, counts, dloss)
     else:
         _batch_check_cpu(tokens, targets, loss_scale, counts, dloss, vocab_size, ignore_index)
     return counts, dloss

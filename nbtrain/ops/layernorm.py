@@ -3,8 +3,9 @@
     total = x + residual, rounded to storage (x itself without a residual)
     y     = (total - mean) * rstd * weight + bias          rstd = 1 / sqrt(var + eps)
 
-    dx = dresidual + rstd * (g - mean_c(g) - xhat * mean_c(g * xhat))      g = dy * weight, xhat = (total -
-    mean) * rstd dweight = sum_n dy * xhat          dbias = sum_n dy
+    dx      = dresidual + rstd * (g - mean_c(g) - xhat * mean_c(g * xhat))
+    dweight = sum_n dy * xhat          dbias = sum_n dy
+              g = dy * weight          xhat = (total - mean) * rstd
 
 N = rows (batch * time), C = channels. x, residual, total, y, dy, dx: (N, C), weight, bias, dweight, dbias:
 (C,), one of fp32, fp16, bf16. mean, rstd: (N,) fp32. Statistics are those of the rounded total, in two
@@ -20,6 +21,7 @@ from nbtrain.device import (
     array_module,
     as_arrays,
     block_sum,
+    block_sums,
     cuda,
     expect,
     float32,
@@ -43,6 +45,7 @@ BACKWARD_CHANNELS = 12_000  # a row of fp32 sums in the 48 KB of shared memory t
 BACKWARD_VECTORS = 1  # eights of a row that a thread of the backward kernel holds, at most, where T allows it
 # Its threads on a multiprocessor, which leaves each 56 registers; ragged rows need more.
 BACKWARD_RESIDENT = 1152
+EARLY = True
 
 # ----------------------------------------------------------------------------
 # GPU kernels
@@ -106,17 +109,18 @@ def _forward_kernel(C: int, aligned: bool, with_residual: bool):
 
 
 @functools.cache
-def _backward_kernel(C: int, aligned: bool, with_dresidual: bool):
+def _backward_kernel(C: int, aligned: bool, with_dresidual: bool, with_sum: bool):
     """A persistent grid: block b takes rows b, b + grid, … in groups, so the sums over rows have one fixed
     order.
 
-    partial[0, b] and partial[1, b] are the block's share of dweight and dbias.
+    partial[0, b], partial[1, b] and `with_sum` partial[2, b] are the block's share of dweight, dbias and
+    dx_sum.
     """
     T, R = row_shape("layernorm_backward", C, vectors=BACKWARD_VECTORS)
     V = -(-C // (8 * T))
     W, WHOLE, INV_C = 8 * V, C == 8 * T * V, np.float32(1 / C)
     load8, store8 = row_access(aligned)
-    row_sum = block_sum(T, R)
+    row_sums = block_sums(T, R)
 
     resident = BACKWARD_RESIDENT if aligned else BACKWARD_RESIDENT * 2 // 3
 
@@ -126,14 +130,17 @@ def _backward_kernel(C: int, aligned: bool, with_dresidual: bool):
         buf = cuda.shared.array((R, C), float32)
         dw = cuda.local.array(W, float32)
         db = cuda.local.array(W, float32)
+        ds = cuda.local.array(W, float32)
+        o = cuda.local.array(W, float32)
         h = cuda.local.array(W, float32)
         g = cuda.local.array(W, float32)
         t = cuda.local.array(8, float32)
         for k in range(W):
             dw[k] = ZERO
             db[k] = ZERO
+            ds[k] = ZERO
         n0 = cuda.blockIdx.x * R
-        while n0 < N:  # the same for the whole block: row_sum holds barriers
+        while n0 < N:  # the same for the whole block: row_sums holds barriers
             n = n0 + y
             live = n < N
             mu, r = ZERO, ZERO
@@ -146,9 +153,12 @@ def _backward_kernel(C: int, aligned: bool, with_dresidual: bool):
                 for j in range(8):
                     g[v * 8 + j] = ZERO
                     h[v * 8 + j] = mu
+                    o[v * 8 + j] = ZERO
                 if live and (WHOLE or c < C):
                     load8(g, v * 8, dy, n * C + c, C - c)
                     load8(h, v * 8, x, n * C + c, C - c)
+                    if EARLY and with_dresidual:  # read here, its time is that of dy and x
+                        load8(o, v * 8, dresidual, n * C + c, C - c)
                     load8(t, 0, weight, c, C - c)
                     for j in range(8):
                         k = v * 8 + j
@@ -159,28 +169,30 @@ def _backward_kernel(C: int, aligned: bool, with_dresidual: bool):
                         g[k] *= t[j]
                         s1 += g[k]
                         s2 += g[k] * xhat
-            s1 = row_sum(s1) * INV_C
-            s2 = row_sum(s2) * INV_C
+            s1, s2 = row_sums(s1, s2)
+            s1 *= INV_C
+            s2 *= INV_C
             if live:
                 for v in range(V):
                     c = (v * T + lane) * 8
                     if WHOLE or c < C:
-                        for j in range(8):
-                            t[j] = ZERO
-                        if with_dresidual:
-                            load8(t, 0, dresidual, n * C + c, C - c)
+                        if not EARLY and with_dresidual:
+                            load8(o, v * 8, dresidual, n * C + c, C - c)
                         for j in range(8):
                             k = v * 8 + j
-                            t[j] += (g[k] - s1 - h[k] * s2) * r
-                        store8(dx, n * C + c, t, 0, C - c)
+                            o[k] += (g[k] - s1 - h[k] * s2) * r
+                            if with_sum:
+                                ds[k] += o[k]
+                        store8(dx, n * C + c, o, v * 8, C - c)
             n0 += cuda.gridDim.x * R
-        for which in range(2):
+        for which in range(3 if with_sum else 2):
             cuda.syncthreads()  # buf is read by the pass before
             for v in range(V):
                 c = (v * T + lane) * 8
                 for j in range(8):
                     if WHOLE or c + j < C:
-                        buf[y, c + j] = dw[v * 8 + j] if which == 0 else db[v * 8 + j]
+                        k = v * 8 + j
+                        buf[y, c + j] = dw[k] if which == 0 else db[k] if which == 1 else ds[k]
             cuda.syncthreads()
             c = y * T + lane
             while c < C:
@@ -222,15 +234,16 @@ def _forward_cpu(x, residual, weight, bias, eps, total, y, mean, rstd):
         mean[n], rstd[n] = mu, r
 
 
-@twin(writes="dx dweight dbias")
-def _backward_cpu(dy, x, weight, mean, rstd, dresidual, dx, dweight, dbias, partial):
+@twin(writes="dx dweight dbias dx_sum")
+def _backward_cpu(dy, x, weight, mean, rstd, dresidual, dx, dweight, dbias, dx_sum, partial):
     N, C = x.shape
     tasks = partial.shape[0]
     inv = ONE / np.float32(C)
     for t in prange(tasks):
-        dw, db = partial[t, 0], partial[t, 1]
+        dw, db, ds = partial[t, 0], partial[t, 1], partial[t, 2]
         dw[:] = ZERO
         db[:] = ZERO
+        ds[:] = ZERO
         first, last = span(t, tasks, N)
         for n in range(first, last):
             mu, r = mean[n], rstd[n]
@@ -251,6 +264,8 @@ def _backward_cpu(dy, x, weight, mean, rstd, dresidual, dx, dweight, dbias, part
                 if dresidual is not None:
                     g += dresidual[n, c]
                 dx[n, c] = g
+                if dx_sum is not None:
+                    ds[c] += g
     for c in range(C):
         dweight[c] = ZERO
         dbias[c] = ZERO
@@ -258,6 +273,12 @@ def _backward_cpu(dy, x, weight, mean, rstd, dresidual, dx, dweight, dbias, part
         for c in range(C):
             dweight[c] += partial[t, 0, c]
             dbias[c] += partial[t, 1, c]
+    if dx_sum is not None:
+        for c in range(C):
+            dx_sum[c] = ZERO
+        for t in range(tasks):
+            for c in range(C):
+                dx_sum[c] += partial[t, 2, c]
 
 
 # ----------------------------------------------------------------------------
@@ -307,13 +328,14 @@ def layernorm_forward(x, weight, bias, *, residual=None, eps: float = 1e-5, out=
     return y, mean, rstd, total
 
 
-def layernorm_backward(dy, x, weight, mean, rstd, *, dresidual=None, out=None):
+def layernorm_backward(dy, x, weight, mean, rstd, *, dresidual=None, dx_sum=None, out=None):
     """Returns `(dx, dweight, dbias)`, the gradients of `layernorm_forward` at `x` = the `total` that it
     returned.
 
     `dresidual` is the gradient that reaches `total` along the residual stream; it is added to dx, which is
-    then the gradient of both x and residual. dx may be written over dresidual or dy. `out` gives the three
-    arrays to write.
+    then the gradient of both x and residual. dx may be written over dresidual or dy. `dx_sum` (C,), if given,
+    is written too: the sum of dx over rows before it is rounded, the gradient of a bias that was added to x.
+    `out` gives the three arrays to write.
     """
     dy, x, weight, mean, rstd, dresidual = as_arrays(dy, x, weight, mean, rstd, dresidual)
     N, C = expect(
@@ -326,22 +348,26 @@ def layernorm_backward(dy, x, weight, mean, rstd, *, dresidual=None, out=None):
     if out is None:
         out = xp.empty_like(x), xp.empty_like(weight), xp.empty_like(weight)
     dx, dweight, dbias = out
-    expect("layernorm_backward's out", "dx (N, C), dweight (C,), dbias (C,), x (N, C)", dx, dweight, dbias, x)
+    outputs = "dx (N, C), dweight (C,), dbias (C,), dx_sum (C,), x (N, C)"
+    expect("layernorm_backward's out", outputs, dx, dweight, dbias, dx_sum, x)
     if on_gpu(x):
         if C > BACKWARD_CHANNELS:
             raise InvalidValue(
                 f"layernorm_backward on a GPU takes rows of at most {BACKWARD_CHANNELS} channels, which its "
                 f"shared memory holds; got C = {C}. Use a smaller n_embd."
             )
-        backward, T, R = _backward_kernel(C, aligned(C, dy, x, weight, dresidual, dx), dresidual is not None)
+        sums = [dweight, dbias] if dx_sum is None else [dweight, dbias, dx_sum]
+        backward, T, R = _backward_kernel(
+            C, aligned(C, dy, x, weight, dresidual, dx), dresidual is not None, dx_sum is not None
+        )
         blocks = min(tuned("layernorm_backward")[1], -(-N // R))
-        partial = xp.empty(2 * blocks * C, np.float32)
+        partial = xp.empty(len(sums) * blocks * C, np.float32)
         other = dy if dresidual is None else dresidual
         launch(backward, blocks, (T, R), dy, x, weight, mean, rstd, other, dx, partial, N)
-        sum_blocks(partial, blocks, dweight, dbias)
+        sum_blocks(partial, blocks, *sums)
     else:
-        partial = np.empty((task_count(N, 64), 2, C), np.float32)
-        _backward_cpu(dy, x, weight, mean, rstd, dresidual, dx, dweight, dbias, partial)
+        partial = np.empty((task_count(N, 64), 3, C), np.float32)
+        _backward_cpu(dy, x, weight, mean, rstd, dresidual, dx, dweight, dbias, dx_sum, partial)
     return dx, dweight, dbias
 
 

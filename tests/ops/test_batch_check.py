@@ -6,9 +6,10 @@ from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.ops.batch_check import batch_check
 from tests import reference
 
-THREADS, _ = tuned("batch_check")
-# (A, B, T): fewer tokens than threads, as many, one more, and several rounds of four a thread.
-SHAPES = [(1, 1, 1), (1, 1, THREADS - 1), (2, 2, THREADS // 4), (1, 1, THREADS + 1), (3, 2, 3 * THREADS + 1)]
+THREADS, BLOCKS = tuned("batch_check")
+# (A, B, T): fewer tokens than threads, as many, one more, several blocks, and more than the grid holds.
+SHAPES = [(1, 1, 1), (1, 1, THREADS - 1), (2, 2, THREADS // 4), (1, 1, THREADS + 1), (3, 2, 3 * THREADS + 1),
+          (1, 1, THREADS * BLOCKS + 3)]  # fmt: skip
 V = 50
 
 

@@ -31,12 +31,17 @@ def check_forward_and_backward(xp, dtype, N, C, scale=1.0):
         else:
             assert (total == x + residual).all()  # rounded once
         assert_close(y, reference.layernorm(total, weight, bias), dtype, scale=scale)
-        got = layernorm_backward(
-            dy, total, weight, mean, rstd, dresidual=None if other is None else dresidual
-        )
+        along = None if other is None else dresidual
+        got = layernorm_backward(dy, total, weight, mean, rstd, dresidual=along)
         want = layernorm_vjp(dy, total, weight)
         if other is not None:
             want = (want[0] + reference.f64(dresidual), *want[1:])
+        dx_sum = xp.full_like(weight, np.nan)
+        again = layernorm_backward(dy, total, weight, mean, rstd, dresidual=along, dx_sum=dx_sum)
+        assert all((a == b).all() for a, b in zip(again, got, strict=True))
+        # Without a residual it is a sum of what adds up to little: of what, says the floor.
+        floor = float(np.abs(want[0]).sum(0).max()) / 8
+        assert_close(dx_sum, want[0].sum(0), dtype, name="dx_sum", scale=scale, floor=floor)
         for name, a, b in zip(("dx", "dweight", "dbias"), got, want, strict=True):
             assert a.dtype == dtype
             assert_close(a, b, dtype, name=name, scale=scale)

@@ -43,7 +43,7 @@ BARRIERS = {
     ("sum_blocks", 0): "the first row of threads reads the sums of the others",
     ("layernorm_backward", 0): "the sums of dweight are read where those of dbias are written",
     ("layernorm_backward", 1): "a column's sums come from every row of threads",
-    ("batch_check", 0): "each stage reads the counts of the one before",
+    ("fold_counts", 0): "each stage reads the counts of the one before",
     ("embedding_segments", 0): "every thread reads all tokens of the segment",
     ("embedding_crossing", 0): "the tokens of the round before are read where the next are written",
     ("embedding_crossing", 1): "every thread reads the tokens that all of them fetched",
@@ -399,7 +399,9 @@ CASES = {name[5:]: value for name, value in list(globals().items()) if name.star
 
 
 def case_of(function):
-    return CASES["embedding" if function.startswith("embedding") else function]
+    if function.startswith("embedding"):
+        return CASES["embedding"]
+    return CASES["batch_check" if function == "fold_counts" else function]
 
 
 def run_on(machine, monkeypatch, case):

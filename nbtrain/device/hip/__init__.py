@@ -13,6 +13,7 @@ numba.hip.pose_as_cuda()  # first, and for good: from here on `from numba import
 from nbtrain.device.hip.compiler import compile_for, device_function, entry_name, kernel  # noqa: E402
 from nbtrain.device.hip.vector import (  # noqa: E402
     block_reduce,
+    block_sums,
     exp2,
     load,
     load8,
@@ -27,8 +28,8 @@ from nbtrain.device.hip.vector import (  # noqa: E402
 from nbtrain.device.packed import make_launch  # noqa: E402
 
 __all__ = [
-    "block_reduce", "compile_for", "cuda", "device_function", "exp2", "kernel", "launch", "load", "load8",
-    "log2", "rcp", "read8", "round8", "rsqrt", "store", "store8",
+    "block_reduce", "block_sums", "compile_for", "cuda", "device_function", "exp2", "kernel", "launch", "load",
+    "load8", "log2", "rcp", "read8", "round8", "rsqrt", "store", "store8",
 ]  # fmt: skip
 
 cuda = numba.hip

@@ -7,6 +7,7 @@ from numba import cuda, types
 from nbtrain.device.nvidia import vector
 from nbtrain.device.nvidia.vector import (
     block_reduce,
+    block_sums,
     exp2,
     load,
     load8,
@@ -21,8 +22,8 @@ from nbtrain.device.nvidia.vector import (
 from nbtrain.device.packed import make_launch
 
 __all__ = [
-    "block_reduce", "compile_for", "cuda", "device_function", "exp2", "kernel", "launch", "load", "load8",
-    "log2", "rcp", "read8", "round8", "rsqrt", "store", "store8",
+    "block_reduce", "block_sums", "compile_for", "cuda", "device_function", "exp2", "kernel", "launch", "load",
+    "load8", "log2", "rcp", "read8", "round8", "rsqrt", "store", "store8",
 ]  # fmt: skip
 
 device_function = cuda.jit(device=True, fastmath=True)

@@ -265,3 +265,34 @@ def block_reduce(combine, threads: int, rows: int):
         return result
 
     return across_warps
+
+
+def block_sums(threads: int, rows: int):
+    """The shuffle form of `nbtrain.device.vector.block_sums` for several warps a row: both sums behind the
+    barriers of one. Else None."""
+    if threads % WARP or threads == WARP:
+        return None
+    warps = threads // WARP
+    device_function = cuda.jit(device=True, fastmath=True)
+
+    @device_function
+    def both(a, b):
+        buf = cuda.shared.array((rows, warps, 2), types.float32)
+        distance = WARP // 2
+        while distance > 0:
+            a += cuda.shfl_xor_sync(_ALL_LANES, a, distance)
+            b += cuda.shfl_xor_sync(_ALL_LANES, b, distance)
+            distance >>= 1
+        x, y = cuda.threadIdx.x, cuda.threadIdx.y
+        cuda.syncthreads()  # buf may still be read from the call before
+        if x % WARP == 0:
+            buf[y, x // WARP, 0] = a
+            buf[y, x // WARP, 1] = b
+        cuda.syncthreads()
+        a, b = buf[y, 0, 0], buf[y, 0, 1]
+        for w in range(1, warps):
+            a += buf[y, w, 0]
+            b += buf[y, w, 1]
+        return a, b
+
+    return both
