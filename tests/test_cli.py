@@ -374,11 +374,24 @@ def test_the_first_interrupt_saves_and_the_run_goes_on(nb, tmp_path):
     done = load(tmp_path / "run", device="cpu").opt_state.step.item()
     assert done == log.read_text().count('"lr"') >= 3 and "final validation loss" not in out
     code, out, err = nb(
-        "train", "--resume", tmp_path / "run", "--steps", done + 2, "--device", "cpu", "--sample-tokens", 0
+        *(
+            "train",
+            "--resume",
+            tmp_path / "run",
+            "--steps",
+            done + 2,
+            "--device",
+            "cpu",
+            "--sample-tokens",
+            0,
+        ),
+        *("--keep-last", 5, "--tensorboard"),
     )
     assert code == 0, err
     assert f"step {done}, on cpu in fp32" in out and "final validation loss" in out
-    assert load(tmp_path / "run", device="cpu").opt_state.step.item() == done + 2
+    got = load(tmp_path / "run", device="cpu")
+    assert got.opt_state.step.item() == done + 2 and got.meta["extra"]["run"]["keep_last"] == 5
+    assert any((tmp_path / "run" / "tensorboard").iterdir())
 
 
 def test_the_bar_takes_text_as_it_is(capsys):
@@ -388,6 +401,10 @@ def test_the_bar_takes_text_as_it_is(capsys):
     report.close()
     out = capsys.readouterr().out
     assert "[bold] is no markup here" in out and "1/2" in out and "3.2500" in out and "1,234 tokens/s" in out
+    report = progress_bar()
+    report.step(2, 2, 3.25, 1234.0, 61.0, 0.4567)
+    report.close()
+    assert "1,234 tokens/s, MFU 45.7%" in capsys.readouterr().out
 
 
 # sample

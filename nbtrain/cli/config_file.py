@@ -71,7 +71,8 @@ def _checked(path: Path, name: str, value, kind):
     elif kind is float:
         want, fits = "a number", number and (isinstance(value, float) or abs(value) < INTEGER)
     elif get_origin(kind) is list:
-        want, fits = "a list of strings", isinstance(value, list) and all(isinstance(x, str) for x in value)
+        want, fits = "a list of strings", isinstance(value, list)
+        fits = fits and all(isinstance(x, str) and "\0" not in x for x in value)
     elif get_origin(kind) is tuple:
         n = len(get_args(kind))
         want, fits = f"a list of {n} numbers", isinstance(value, list) and len(value) == n

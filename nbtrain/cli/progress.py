@@ -14,7 +14,7 @@ def progress_bar():
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    from nbtrain.log import Report, clock
+    from nbtrain.log import Report, clock, speed
 
     class Bar(Report):
         def __init__(self):
@@ -23,10 +23,7 @@ def progress_bar():
                 TextColumn("step"),
                 MofNCompleteColumn(),
                 BarColumn(),
-                TextColumn(
-                    "loss {task.fields[loss]:.4f}  {task.fields[speed]:,.0f} tokens/s  {task.fields[left]} "
-                    "left"
-                ),
+                TextColumn("loss {task.fields[loss]:.4f}  {task.fields[speed]}  {task.fields[left]} left"),
                 console=Console(highlight=False),
             )
             self._task = None
@@ -34,8 +31,8 @@ def progress_bar():
         def say(self, text: str) -> None:
             self._progress.console.print(text, markup=False)
 
-        def step(self, step, steps, loss, tokens_per_s, left_s) -> None:
-            told = dict(loss=loss, speed=tokens_per_s, left=clock(left_s))
+        def step(self, step, steps, loss, tokens_per_s, left_s, mfu=None) -> None:
+            told = dict(loss=loss, speed=speed(tokens_per_s, mfu), left=clock(left_s))
             if self._task is None:
                 self._progress.start()
                 self._task = self._progress.add_task("", total=steps, **told)
