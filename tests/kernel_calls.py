@@ -25,6 +25,7 @@ def layernorm(dtype):
         y, mean, rstd, total = layernorm_forward(x, w, w, residual=x)
         layernorm_forward(x, w, w)
         layernorm_backward(x, total, w, mean, rstd, dresidual=x)
+        layernorm_backward(x, total, w, mean, rstd, dresidual=x, dx_sum=w)
         layernorm_backward(x, total, w, mean, rstd)
 
 
@@ -137,6 +138,7 @@ def gelu(dtype):
                     gelu_forward(x, b, **options)
                     gelu_backward(x, x, b, **options)
                     gelu_backward(x, x, b, recompute_out=x, **options)
+                gelu_backward(x, x, bias_in_x=True, recompute_out=x)
 
 
 def dropout(dtype):
@@ -158,6 +160,33 @@ def cast(dtype):
         cast_and_scale(x, 2.0, out=out, accumulate=True)
 
 
+def attention_decode(dtype):
+    from nbtrain.ops.attention_decode import attention_decode
+
+    for heads, D in ((12, 64), (2, 128), (2, 80), (2, 63), (1, 4)):
+        qkv, cache = empty(dtype, (2, 3 * heads * D), (2, heads, T, D))
+        attention_decode(qkv, cache, cache, empty(np.int32, (2,)))
+
+
+def embedding_decode(dtype):
+    from nbtrain.ops.embedding_decode import embedding_decode
+
+    ids = empty(np.int32, (8,))
+    for channels in (768, 1600, 767):
+        embedding_decode(ids, ids, *empty(dtype, (V, channels), (T, channels)))
+
+
+def sample(dtype):
+    from nbtrain.ops.sample import sample
+
+    rng = empty(np.uint32, (3,))
+    for columns in (V, 50257):
+        logits = empty(dtype, (8, columns))
+        sample(logits, temperature=0, vocab_size=50257)
+        for options in ({}, dict(top_k=50), dict(top_p=0.9), dict(top_k=50, top_p=0.9)):
+            sample(logits, rng, vocab_size=50257, **options)
+
+
 CALLS = [
     layernorm,
     linear,
@@ -172,6 +201,9 @@ CALLS = [
     embedding,
     batch_check,
     control,
+    attention_decode,
+    embedding_decode,
+    sample,
 ]
 
 

@@ -25,7 +25,10 @@ BLOCKS = {
     "sum_losses": (1024, 0),
     "embedding_forward": (384, 0),
     "embedding_backward": (256, 0),
-    "batch_check": (1024, 0),
+    "batch_check": (256, 132),  # a power of two
+    "embedding_decode": (192, 0),
+    "attention_decode": (512, 0),
+    "sample": (1024, 0),
 }
 SIMULATED_BLOCKS = {name: (8, 3 if grid else 0) for name, (_, grid) in BLOCKS.items()}
 
