@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 
 import nbtrain as nb
+from nbtrain.cli.sample import printable
 from nbtrain.huggingface import load_init
 from nbtrain.text import prepare_text, read_text, shakespeare_text
 from nbtrain.tokenizer import BPETokenizer
@@ -72,4 +73,5 @@ folder = nb.save_pretrained(args.out / "model", opt_state.master, config, tokeni
 print(f'saved: transformers.GPT2LMHeadModel.from_pretrained("{folder}")')
 
 prompt = tokenizer.encode(text[: text.index("\n") + 1])
-print(tokenizer.decode(nb.generate(params, config, prompt, max_new_tokens=60, temperature=0.8)))
+ids = nb.generate(params, config, prompt, max_new_tokens=60, temperature=0.8)
+print(printable(tokenizer.decode(ids)))  # without the control characters that bytes can spell

@@ -223,7 +223,7 @@ def _read(folder: Path, dropout: float | None) -> tuple[GPTConfig, Tree, Any]:
         raise InvalidValue(f"expected a folder with {CONFIG} and {MODEL} at {folder}, where there is none.")
     config = _read_config(folder / CONFIG, dropout)
     with contextlib.ExitStack() as stack:
-        master = _read_tensors(_files(folder, stack), config)
+        master = _read_tensors(*_files(folder, stack), config)
     return config, master, _read_tokenizer(folder, config)
 
 
@@ -291,11 +291,16 @@ def _short(value) -> str:
     return text if len(text) <= 60 else text[:60] + "…"
 
 
-def _files(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, Any, str]]:
-    """Tensor name without its prefix -> (file, the file opened, name in it), of every tensor there is."""
-    if (folder / MODEL).is_file():
-        shards: dict[Path, set[str] | None] = {folder / MODEL: None}
+Found = dict[str, tuple[Path, Any, str]]  # tensor without its prefix -> file, the file opened, name in it
+
+
+def _files(folder: Path, stack: contextlib.ExitStack) -> tuple[Path, Found]:
+    """(model.safetensors or the index, every tensor there is)."""
+    source = folder / MODEL
+    if source.is_file():
+        shards: dict[Path, set[str] | None] = {source: None}
     elif (folder / SHARDS).is_file():
+        source = folder / SHARDS
         shards = dict(_shards(folder))
     elif pickle := next((name for name in PICKLES if (folder / name).exists()), None):
         raise InvalidValue(
@@ -308,7 +313,7 @@ def _files(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, A
             f"{folder} holds no weights: expected {MODEL}, or {SHARDS} with its shards. Give the folder that "
             "save_pretrained of transformers wrote."
         )
-    found: dict[str, tuple[Path, Any, str]] = {}
+    found: Found = {}
     for file, expected in shards.items():
         try:
             opened = stack.enter_context(safe_open(file, framework="numpy"))
@@ -319,7 +324,7 @@ def _files(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, A
             name = sorted(names ^ expected)[0]
             which = "lacks" if name in expected else "holds"
             raise InvalidValue(
-                f"{file} {which} the tensor {_short(name)}, and {folder / SHARDS} says otherwise. The files "
+                f"{file} {which} the tensor {_short(name)}, and {source} says otherwise. The files "
                 "are not of one model: take them from one place again."
             )
         for name in sorted(names):
@@ -330,7 +335,7 @@ def _files(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, A
                     f"{_short(found[plain][2])} in {found[plain][0].name}."
                 )
             found[plain] = file, opened, name
-    return found
+    return source, found
 
 
 def _shards(folder: Path) -> dict[Path, set[str]]:
@@ -375,17 +380,15 @@ def _leaf_names(config: GPTConfig) -> dict[str, str]:
     return names
 
 
-def _read_tensors(found: dict[str, tuple[Path, Any, str]], config: GPTConfig) -> Tree:
+def _read_tensors(source: Path, found: Found, config: GPTConfig) -> Tree:
     """The fp32 weights. Every name, shape and dtype is checked before memory is taken."""
     names, layout = _leaf_names(config), Layout.of(config.leaves())
     shapes = {names[leaf.name]: leaf.shape for leaf in layout.leaves}
     shapes[names["wte"]] = (config.vocab_size, config.n_embd)
-    somewhere = next(iter(found.values()))[0].parent if found else None
     for plain, shape in shapes.items():
         if plain not in found:
-            where = found["wte.weight"][0] if "wte.weight" in found else somewhere
             raise InvalidValue(
-                f"{where or 'the folder'} lacks the tensor {plain!r}, which {CONFIG}'s sizes ask for. "
+                f"{source} lacks the tensor {plain!r}, which {CONFIG}'s sizes ask for. "
                 "The two do not belong together, or the file is not whole."
             )
         _check_tensor(*found[plain], shape)

@@ -197,6 +197,7 @@ LN = "transformer.h.1.ln_2.weight"
     "changes, message",
     [
         ({LN: ...}, "lacks the tensor 'h.1.ln_2.weight'"),
+        (dict.fromkeys(tensors(), ...), "model.safetensors lacks the tensor 'wte.weight'"),
         ({LN: np.ones(41, np.float32)}, "h.1.ln_2.weight must be (40,) by config.json; it is (41,)"),
         ({LN: np.ones(40, np.int32)}, "must be F32, F16, BF16; it is I32"),
         ({LN: np.ones(40, np.float64)}, "it is F64"),
