@@ -1,4 +1,5 @@
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -107,3 +108,32 @@ def test_the_resume_example_ends_with_the_same_bits(dtype):
     first, last = map(float, losses.removeprefix("loss ").split(" -> "))
     assert abs(first - np.log(65)) < 0.3 and last < first - 0.3
     assert equal == "losses equal, params equal, moments equal"
+
+
+def test_the_pretraining_example_trains_validates_and_goes_on(tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 60)
+    command = [sys.executable, EXAMPLES / "pretrain_gpt2.py", "--text", tmp_path / "text.txt"]
+    options = "--n-layer 1 --n-head 2 --n-embd 16 --block-size 16 --batch-size 4 --total-batch-tokens 128"
+    options += " --lr 0.01 --eval-every 4 --device cpu"
+    command += [*options.split(), "--out", tmp_path / "run"]
+
+    def run(*more):
+        done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    out = run("--steps", "8", "--warmup", "2", "--save-every", "4")
+    assert "a step is 2 x 4 x 16 tokens" in out and "step 8/8: loss " in out
+    assert "step 4: validation loss " in out and "\nvalidation loss " in out
+    rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, 9)) and steps[-1]["n_targets"] == 128
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
+    assert [row["step"] for row in rows if "val_loss" in row] == [4, 8]
+    assert load(tmp_path / "run", device="cpu").opt_state.step.item() == 8
+
+    assert "step 10/10: loss " in run("--steps", "10", "--resume")
+    got = load(tmp_path / "run", device="cpu")
+    assert got.opt_state.step.item() == 10 and got.train_config.total == 8  # the schedule of the first run
+    rows = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows if '"loss"' in row] == list(range(1, 11))
