@@ -540,7 +540,8 @@ def _is_marked(file: Path) -> bool:
 
 
 def _replace(folder: Path, fresh: Path) -> None:
-    """Puts `fresh` in the place of `folder`, whose own content is beside it until then."""
+    """Puts `fresh` in the place of `folder`, whose own content is beside it until then; what exports that
+    were killed left there goes too."""
     old = folder.with_name(f"{folder.name}.old-{secrets.token_hex(4)}")
     had_one = folder.exists()
     if had_one:
@@ -552,4 +553,7 @@ def _replace(folder: Path, fresh: Path) -> None:
             os.rename(old, folder)
         raise
     _flush_folder(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    leftover = re.compile(re.escape(folder.name) + r"\.(tmp|old)-[0-9a-f]{8}")
+    for entry in folder.parent.iterdir():
+        if leftover.fullmatch(entry.name):
+            shutil.rmtree(entry, ignore_errors=True)

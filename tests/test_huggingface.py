@@ -398,6 +398,17 @@ def test_a_rename_that_fails_puts_the_earlier_export_back(tmp_path, monkeypatch)
     assert np.array_equal(load_pretrained(tmp_path / "out", device="cpu").params.buffer, params.buffer)
 
 
+def test_what_killed_exports_left_goes_with_the_next_one(tmp_path):
+    for name in ("out.tmp-0123abcd", "out.old-0123abcd", "out.tmp-notes", "about.tmp-0123abcd"):
+        (tmp_path / name).mkdir()
+    save_pretrained(tmp_path / "out", init_params(SMALL, seed=1)[0], SMALL)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        "about.tmp-0123abcd",
+        "out",
+        "out.tmp-notes",
+    ]
+
+
 def test_what_cannot_be_exported_is_refused_before_anything_is_written(tmp_path):
     params, _ = init_params(SMALL)
     with pytest.raises(InvalidValue, match="in another layout"):
