@@ -20,6 +20,7 @@ from nbtrain.errors import InvalidValue
 
 WINDOW, LEAST = 128, 32  # steps
 NAMES = {"loss": "loss", "grad_norm": "gradient norm"}
+LARGEST = float(np.finfo(np.float32).max)
 
 
 class Usual(NamedTuple):
@@ -85,7 +86,7 @@ class Monitor:
         values = np.array(window)
         mean = float(values.mean())
         spread = max(float(values.std()), 1e-3 * abs(mean), 1e-9)  # above 0 where all of them are 0
-        limit = float(np.float32(min(mean + self._warn_z * spread, np.finfo(np.float32).max)))
+        limit = float(np.float32(min(mean + self._warn_z * spread, LARGEST)))
         return Usual(mean, spread, len(window), limit)
 
 

@@ -145,9 +145,12 @@ def train(
         peak, text = _peak(config, place, dtype_name(params.dtype))
         report.say(text)
         monitor = Monitor(run.warn_z, steps_ahead(place))
-        told = dict(monitor=monitor, peak_tokens_per_s=peak, sensors=Sensors(place))
-        told["board"] = TensorBoard(out / "tensorboard", first) if tensorboard else None
-        log = stack.enter_context(Log(out / "log.jsonl", first, tokens_a_step, run.steps, report, **told))
+        log = Log(
+            out / "log.jsonl", first, tokens_a_step, run.steps, report,
+            monitor=monitor, peak_tokens_per_s=peak, sensors=Sensors(place),
+            board=TensorBoard(out / "tensorboard", first) if tensorboard else None,
+        )  # fmt: skip
+        stack.enter_context(log)
         plot = Plot(log, out / "loss.png", report)
         interrupt = stack.enter_context(Interrupt())
         stack.enter_context(checkpoints)

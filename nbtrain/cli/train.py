@@ -254,7 +254,8 @@ def _new(o):
     place, why_device = resolve_device(o.device)
     storage, why_dtype = resolve_dtype(o.dtype.value, place, compute_capability(place))
     check_available(place, o.capture, o.tensorboard)
-    start, brought = None, None
+    start: tuple | None = None
+    brought = None
     if o.init is None:
         changes = {name: getattr(o, name) for name in SIZES if getattr(o, name) is not None}
         config = GPTConfig.preset(o.preset, **changes, dropout=o.dropout)
@@ -262,7 +263,8 @@ def _new(o):
         from nbtrain.huggingface import load_init
 
         dropout = o.dropout if "dropout" in o.given else None
-        config, *start, brought = load_init(o.init, dtype_name(storage), place, dropout=dropout, seed=o.seed)
+        loaded = load_init(o.init, dtype_name(storage), place, dropout=dropout, seed=o.seed)
+        config, start, brought = loaded[0], loaded[1:3], loaded[3]
         if o.device == "auto":
             reporter().say(f"device {place}: {why_device}")
         if o.dtype is Dtype.auto:
@@ -293,7 +295,7 @@ def _new(o):
         tokenizer=kind,
         dtype=o.dtype.value,
         device=o.device,
-        start=start and tuple(start),
+        start=start,
         captured=o.capture,
         tensorboard=o.tensorboard,
         settings=_settings(
