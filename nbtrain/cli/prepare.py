@@ -1,43 +1,146 @@
 """nbtrain prepare"""
 
+import contextlib
+import os
+import sys
+import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from nbtrain.cli.app import TokenizerKind, command
+from nbtrain.errors import InvalidValue
+
+LINE_S = 30.0
+
+
+class ShardFormat(StrEnum):
+    nbtrain = "nbtrain"
+    llmc = "llm.c"
 
 
 @command
 def prepare(
-    text: Annotated[
-        Path | None, typer.Argument(help="A text file, or a folder of .txt and .md files.")
+    inputs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Text, .jsonl and .parquet files, folders of them (texts: .txt and .md), and - for stdin."
+        ),
     ] = None,
     shakespeare: Annotated[bool, typer.Option("--shakespeare", help="Shakespeare's plays instead.")] = False,
     out: Annotated[
-        Path, typer.Option(help="Folder for train.bin, val.bin, tokenizer.json and meta.json.")
+        Path, typer.Option(help="Folder for train_*.bin, val_*.bin, tokenizer.json and meta.json.")
     ] = Path("data"),
     tokenizer: Annotated[
-        TokenizerKind, typer.Option(help="One id a character, or one a byte.")
+        TokenizerKind,
+        typer.Option(help="One id a character, one a byte, or byte pairs learnt here."),
     ] = TokenizerKind.char,
-    val_fraction: Annotated[float, typer.Option(help="Share of the text, at its end, for validation.")] = 0.1,
+    vocab_size: Annotated[int | None, typer.Option(help="Most ids of --tokenizer bpe, 257 or more.")] = None,
+    tokenizer_from: Annotated[
+        Path | None,
+        typer.Option(
+            help="An existing tokenizer instead: a tokenizer.json, or a folder with it, or with vocab.json "
+            "and merges.txt."
+        ),
+    ] = None,
+    val_fraction: Annotated[
+        float, typer.Option(help="Share for validation: of documents; of one text, its end.")
+    ] = 0.1,
+    field: Annotated[
+        str | None,
+        typer.Option(help="Field or column of the texts; makes stdin JSON-lines.", show_default="text"),
+    ] = None,
+    shard_tokens: Annotated[int, typer.Option(help="Tokens of a file.")] = 100_000_000,
+    format: Annotated[ShardFormat, typer.Option(help="Format of the token files.")] = ShardFormat.nbtrain,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that encode.", show_default="one a core")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew, whatever --out holds.")] = False,
 ) -> None:
-    """Turn a text into token files.
+    """Turn texts into token files.
 
-    Example: nbtrain prepare novels/ --out data --tokenizer byte
+    Killed at any moment, it goes on when the same command is given again.
+
+    Example: nbtrain prepare corpus/ --out data --tokenizer bpe --vocab-size 8192
     """
-    if (text is not None) == shakespeare:
+    if bool(inputs) == shakespeare:
         raise typer.BadParameter("give a text file or folder, or --shakespeare.")
-    from nbtrain.text import prepare_text, read_text, shakespeare_text
+    if tokenizer_from is not None and (vocab_size is not None or tokenizer is not TokenizerKind.char):
+        raise typer.BadParameter("--tokenizer-from goes without --tokenizer and --vocab-size.")
+    if (vocab_size is not None) != (tokenizer is TokenizerKind.bpe):
+        raise typer.BadParameter("--tokenizer bpe and --vocab-size go together.")
+    from nbtrain.documents import Input
+    from nbtrain.prepare import prepare as run
+    from nbtrain.text import shakespeare_text
+    from nbtrain.tokenizer import load_tokenizer
 
-    read = read_text(text) if text is not None else shakespeare_text()
-    prepared = prepare_text(read, out, make_tokenizer(tokenizer, read), val_fraction)
-    print(f"{prepared.train}: {prepared.n_train:,} tokens")
-    print(f"{prepared.val}: {prepared.n_val:,} tokens")
-    print(f"{prepared.tokenizer}: {tokenizer.value}, {prepared.vocab_size:,} ids")
+    plays = [Input("Shakespeare's plays", None, "text", shakespeare_text().encode())] if shakespeare else []
+    kind = tokenizer.value if tokenizer_from is None else load_tokenizer(tokenizer_from)
+    with _progress() as report:
+        prepared = run(
+            plays or inputs,
+            out,
+            tokenizer=kind,
+            vocab_size=vocab_size,
+            val_fraction=val_fraction,
+            shard_tokens=shard_tokens,
+            field=field,
+            format=format.value,
+            workers=workers or _cores(),
+            overwrite=overwrite,
+            report=report,
+        )
+    kind = load_tokenizer(prepared.tokenizer).kind
+    print(f"{out / prepared.train.name}: {prepared.n_train:,} tokens")
+    print(f"{out / prepared.val.name}: {prepared.n_val:,} tokens")
+    print(f"{prepared.tokenizer}: {kind}, {prepared.vocab_size:,} ids")
 
 
-def make_tokenizer(kind: TokenizerKind, text: str):
-    from nbtrain.tokenizer import ByteTokenizer, CharTokenizer
+def make_tokenizer(kind: TokenizerKind, text: str, vocab_size: int | None = None):
+    """A tokenizer of one text; a `vocab_size` is what "bpe" needs."""
+    from nbtrain.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 
+    if kind is TokenizerKind.bpe:
+        if vocab_size is None:
+            raise InvalidValue(
+                "bpe needs to know how many ids to learn. Prepare the text first, with nbtrain prepare TEXT "
+                "--tokenizer bpe --vocab-size N, and train on its files: --data."
+            )
+        return BPETokenizer.train([text], vocab_size)
     return CharTokenizer.from_text(text) if kind is TokenizerKind.char else ByteTokenizer()
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def _progress():
+    """Where `prepare` tells how far it is: a bar on a terminal, a line every half minute elsewhere."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            tasks: dict = {}
+
+            def update(what: str, done: int, total: int) -> None:
+                if what not in tasks:
+                    tasks[what] = bar.add_task(what)
+                bar.update(tasks[what], completed=done, total=total)
+
+            yield update
+        return
+    said_at = time.monotonic()
+
+    def say(what: str, done: int, total: int) -> None:
+        nonlocal said_at
+        if time.monotonic() - said_at > LINE_S:
+            said_at = time.monotonic()
+            print(f"{what}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB", file=sys.stderr, flush=True)
+
+    yield say

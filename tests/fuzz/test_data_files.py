@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 
 from nbtrain.errors import InvalidValue
 from nbtrain.token_file import FORMATS, TokenFile, write_tokens
-from nbtrain.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer
+from nbtrain.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, from_dict, load_tokenizer
 
 ids = st.lists(st.integers(0, 70_000), min_size=1, max_size=40)
 examples = settings(max_examples=150, deadline=None)
+BPE = BPETokenizer.train(["a rose is a rose is a rose\n" * 3], 270)
+LIBRARY = json.loads(BPE.to_dict()["tokenizer"])
 
 
 @st.composite
@@ -64,8 +66,8 @@ def test_a_written_file_is_read_back_and_no_cut_or_longer_one_is(ids, at, data, 
 @examples
 @given(text=st.text(min_size=1), other=st.text())
 def test_tokenizers_invert_themselves_or_name_the_character(text, other):
-    for tokenizer in (CharTokenizer.from_text(text), ByteTokenizer()):
-        again = type(tokenizer).from_dict(json.loads(json.dumps(tokenizer.to_dict())))
+    for tokenizer in (CharTokenizer.from_text(text), ByteTokenizer(), BPE):
+        again = from_dict(json.loads(json.dumps(tokenizer.to_dict())))
         assert again.decode(again.encode(text)) == text
         assert again.encode(text).max() < again.vocab_size
         try:
@@ -98,3 +100,77 @@ def test_any_tokenizer_file_is_loaded_or_named(content, tmp_path_factory):
         return
     assert tokenizer.to_dict() == json.loads(content)
     assert np.array_equal(tokenizer.encode(tokenizer.decode([0])), [0])
+
+
+@st.composite
+def library_files(draw):
+    """The library's JSON of a tokenizer in which a few things were replaced, removed or added."""
+    d = json.loads(json.dumps(LIBRARY))
+    for _ in range(draw(st.integers(0, 3))):
+        at, key = d, draw(st.sampled_from(sorted(d)))
+        while isinstance(at[key], dict | list) and at[key] and draw(st.booleans()):
+            at = at[key]
+            key = draw(st.sampled_from(sorted(at) if isinstance(at, dict) else range(len(at))))
+        value = draw(
+            leaves
+            | st.sampled_from(
+                [[], {}, LIBRARY["model"], LIBRARY["pre_tokenizer"], [["a", "b"]], 2**31, 2**63]
+            )
+            | st.sampled_from(KINDS_OF_PARTS).map(lambda kind: {"type": kind})
+        )
+        if isinstance(at, dict) and draw(st.integers(0, 4)) == 0:
+            del at[key]
+        else:
+            at[key] = value
+    content = json.dumps(d).encode()
+    return content[: draw(st.just(len(content)) | st.integers(0, len(content)))]
+
+
+KINDS_OF_PARTS = (
+    "ByteLevel",
+    "Sequence",
+    "Split",
+    "Digits",
+    "Metaspace",
+    "NFC",
+    "Strip",
+    "BPE",
+    "Unigram",
+    "x",
+)
+
+
+@settings(examples, max_examples=300)
+@given(content=library_files(), text=st.text(max_size=20))
+def test_any_library_file_is_loaded_and_keeps_text_or_is_named(content, text, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "tokenizer.json"
+    path.write_bytes(content)
+    try:
+        tokenizer = load_tokenizer(path)
+    except InvalidValue as error:
+        assert str(path) in str(error)
+        return
+    assert from_dict(json.loads(json.dumps(tokenizer.to_dict()))).to_dict() == tokenizer.to_dict()
+    assert tokenizer.eot is None or 0 <= tokenizer.eot < tokenizer.vocab_size
+    try:
+        ids = tokenizer.encode(text)
+        decoded = tokenizer.decode(ids)
+    except InvalidValue:
+        return  # parts of a file can be at odds with a text only
+    assert ids.dtype == np.int32 and (ids < tokenizer.vocab_size).all() and isinstance(decoded, str)
+
+
+@examples
+@given(vocab=library_files() | st.binary(max_size=40), merges=st.text("ab #\n\r\x00", max_size=20))
+def test_any_vocab_and_merges_are_loaded_or_named(vocab, merges, tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp() / "gpt2"
+    folder.mkdir(exist_ok=True)
+    tokens = json.dumps(LIBRARY["model"]["vocab"]).encode()
+    (folder / "vocab.json").write_bytes(vocab if len(vocab) % 2 else tokens)
+    (folder / "merges.txt").write_text(merges)
+    try:
+        tokenizer = load_tokenizer(folder)
+    except InvalidValue as error:
+        assert str(folder) in str(error)
+        return
+    assert tokenizer.decode(tokenizer.encode("a rose\n")) == "a rose\n"
