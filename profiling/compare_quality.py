@@ -4,7 +4,7 @@
     python profiling/compare_quality.py --data DIR --size baby --steps 5000
 
 The same initial weights, batches, schedule, clipping and AdamW; fp32 on the CPU, no dropout. Both results are
-evaluated by the PyTorch model on the validation file: one ruler for two. DIR holds train.bin, val.bin and
+evaluated by the PyTorch model on the validation file: one ruler for two. DIR holds train_*.bin, val_*.bin and
 meta.json, as `nbtrain prepare` writes them. Needs torch (pip install torch).
 """
 
@@ -80,11 +80,11 @@ def compare(data, size, steps, seed, only_torch, max_eval_batches):
     model = GPT(**shape, vocab_size=vocab_size)
 
     def train_batches():
-        with batches(data / "train.bin", B=B, T=T, seed=seed, vocab_size=vocab_size) as endless:
+        with batches(data / "train_*.bin", B=B, T=T, seed=seed, vocab_size=vocab_size) as endless:
             yield from islice(endless, steps)
 
     def validate():
-        val = eval_batches(data / "val.bin", B=B, T=T, max_batches=max_eval_batches)
+        val = eval_batches(data / "val_*.bin", B=B, T=T, max_batches=max_eval_batches)
         return mean_loss(model, ((batch.tokens, batch.targets) for batch in val))
 
     def report(name, losses, seconds):

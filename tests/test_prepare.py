@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 from nbtrain import documents
+from nbtrain.cli import main
+from nbtrain.cli.prepare import _progress
 from nbtrain.data import batches
 from nbtrain.documents import PIECE, Place, find_inputs, measure, plan, read, texts
 from nbtrain.errors import InvalidValue, Unavailable
@@ -478,3 +481,88 @@ def test_a_cut_lies_between_words(monkeypatch):
     assert documents._cut("aaaaaaaaaaaaaa bbbbb ccccc") == 14  # before a space
     assert documents._cut("aaaaaaaaaaaaaa\n\nbbb  cccccc") == 20  # none stands alone
     assert documents._cut("a" * 30) == 20 and PIECE == 2**18
+
+
+# The command
+
+
+def nb(*args, **options):
+    """(exit code, stdout, stderr) of a command in a process of its own."""
+    command = [sys.executable, "-m", "nbtrain", *map(str, args)]
+    done = subprocess.run(command, capture_output=True, timeout=100, **options)
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+def test_stdin_is_text_or_with_a_field_json_lines(tmp_path):
+    write_lines(tmp_path / "a.jsonl", [prose(i, 50) for i in range(40)], field="body")
+    for name, options in (("text", ()), ("lines", ("--field", "body"))):
+        (tmp_path / "a.txt").write_bytes((tmp_path / "a.jsonl").read_bytes())
+        source = tmp_path / ("a.jsonl" if options else "a.txt")
+        common = ("--tokenizer", "byte", "--shard-tokens", 500, *options)
+        code, out, err = nb("prepare", "-", "--out", tmp_path / name, *common, input=source.read_bytes())
+        assert code == 0, err
+        wanted = prepare(
+            source,
+            tmp_path / f"{name}-file",
+            tokenizer="byte",
+            shard_tokens=500,
+            field="body" if options else None,
+        )
+        assert f"{tmp_path / name}/train_*.bin: {wanted.n_train:,} tokens\n" in out and "byte, 256 ids" in out
+        got, want = contents(tmp_path / name), contents(tmp_path / f"{name}-file")
+        assert json.loads(got.pop("meta.json"))["inputs"][0]["name"] == "stdin" and want.pop("meta.json")
+        assert got == want
+
+
+def test_a_tokenizer_can_be_taken_from_elsewhere(tmp_path):
+    write_lines(tmp_path / "a.jsonl", [prose(i, 50) for i in range(40)])
+    trained = prepare(tmp_path / "a.jsonl", tmp_path / "one", tokenizer="bpe", vocab_size=270)
+    for path in (trained.tokenizer, tmp_path / "one"):
+        options = ("--tokenizer-from", path, "--format", "llm.c", "--overwrite", "--workers", 1)
+        code, out, err = nb("prepare", tmp_path / "a.jsonl", "--out", tmp_path / "two", *options)
+        assert code == 0 and "bpe, 270 ids" in out, err
+    file = TokenFile(tmp_path / "two" / "train_000000.bin")
+    assert file.format == "llm.c" and file.tokens.tolist() == tokens(trained).tolist()
+    code, out, err = nb("prepare", tmp_path / "a.jsonl", "--out", tmp_path / "two")
+    assert (
+        code == 1
+        and not out
+        and err.startswith("nbtrain: ")
+        and "--overwrite" in err
+        and err.count("\n") == 1
+    )
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--tokenizer bpe", "--tokenizer bpe and --vocab-size go together"),
+        ("--vocab-size 300", "--tokenizer bpe and --vocab-size go together"),
+        ("--tokenizer-from x --tokenizer byte", "goes without --tokenizer"),
+        ("--format nanogpt", "nanogpt"),
+    ],
+)
+def test_options_at_odds_are_usage_errors(options, message, capsys, tmp_path):
+    with pytest.raises(SystemExit) as end:
+        main(["prepare", str(tmp_path), "--out", str(tmp_path / "out"), *options.split()])
+    assert end.value.code == 2 and message in re.sub(r"[\s│]+", " ", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_progress_is_told_in_lines_where_there_is_no_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("nbtrain.cli.prepare.LINE_S", 0.0)
+    with _progress() as report:
+        report("encoding", 5_000_000, 20_000_000)
+    assert capsys.readouterr().err == "encoding: 5 of 20 MB\n"
+
+
+def test_progress_is_a_bar_on_a_terminal(tmp_path):
+    pty = pytest.importorskip("pty")
+    (tmp_path / "a.txt").write_text(prose(0, 5000))
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "nbtrain", "prepare", tmp_path / "a.txt", "--out", tmp_path / "out"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=slave, timeout=100)
+    os.close(slave)
+    shown = os.read(master, 10**6).decode()
+    os.close(master)
+    assert done.returncode == 0 and "encoding" in shown and "kB" in shown

@@ -18,7 +18,7 @@ def eval_(
 ) -> None:
     """Print a model's loss and perplexity on token files.
 
-    Example: nbtrain eval runs/demo --data runs/demo/data/val.bin
+    Example: nbtrain eval runs/demo --data "runs/demo/data/val_*.bin"
     """
     import math
 
