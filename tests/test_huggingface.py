@@ -225,6 +225,13 @@ def test_a_cut_file_is_named(cut, folder):
         load_pretrained(folder, device="cpu")
 
 
+def test_json_without_end_is_not_read(folder):
+    with open(folder / "config.json", "ab") as file:
+        file.truncate(2**40)  # a sparse file
+    with pytest.raises(InvalidValue, match=f"config.json: expected at most {2**24} bytes, there are {2**40}"):
+        load_pretrained(folder, device="cpu")
+
+
 def test_a_weight_beyond_fp16_is_refused_in_fp16_alone(folder):
     write(folder, tensors() | {LN: np.full(40, 7e4, np.float32)})
     with pytest.raises(InvalidValue, match="blocks.1.ln2_w holds 70000, beyond fp16's largest number"):
@@ -341,6 +348,8 @@ def test_an_export_is_imported_again_with_its_tokenizer(tokenizer, tmp_path):
     again, read, found = load_pretrained(tmp_path / "out", device="cpu")
     assert again == config and np.array_equal(read.buffer, params.buffer)
     assert (found and found.to_dict()) == (tokenizer and tokenizer.to_dict())
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["eos_token_id"] == (tokenizer and tokenizer.eot)
 
 
 def test_an_earlier_export_is_replaced_and_nothing_else_is(tmp_path, folder):
