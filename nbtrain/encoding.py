@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from fractions import Fraction
@@ -46,7 +46,7 @@ class Source(NamedTuple):
 class Encoder:
     """What a process does with chunks. `tokenizer` is what its to_dict() gave; it is made in that process."""
 
-    def __init__(self, tokenizer: dict | None, field: str, fraction: Fraction):
+    def __init__(self, tokenizer: dict, field: str, fraction: Fraction):
         self._given = tokenizer, field, fraction
         self._field, self._fraction = field, fraction
         self._tokenizer: Any = None
@@ -63,7 +63,8 @@ class Encoder:
         ids: list[list[np.ndarray]] = [[np.empty(0, dtype)] for _ in SPLITS]
         for part in chunk.parts:
             for text, number in texts(part, self._field):
-                split = part.split if number is None else int(in_val(number, self._fraction))
+                split = int(in_val(number, self._fraction)) if number is not None else part.split
+                assert split is not None  # a piece of a text has been given one
                 try:
                     ids[split].append(self._tokenizer.encode(text).astype(dtype))
                 except InvalidValue as error:
@@ -97,7 +98,7 @@ def make_tokenizer(tokenizer, vocab_size: int | None, source: Source, workers: i
         return ByteTokenizer()
     if tokenizer == "char":
         found: set[str] = set()
-        encoder = Encoder(None, source.field, Fraction(0))
+        encoder = Encoder({}, source.field, Fraction(0))
         with contextlib.closing(in_order(encoder.characters, source.chunks(Place()), workers)) as chunks:
             for chunk, characters in chunks:
                 found.update(characters)
@@ -117,7 +118,7 @@ def make_tokenizer(tokenizer, vocab_size: int | None, source: Source, workers: i
     return tokenizer
 
 
-def in_order(function, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Any]]:
+def in_order(function, chunks: Iterator[Chunk], workers: int) -> Generator[tuple[Chunk, Any], None, None]:
     """(chunk, function(chunk)) in order, by `workers` processes; few chunks are in memory at a time."""
     if workers == 1:
         yield from ((chunk, function(chunk)) for chunk in chunks)

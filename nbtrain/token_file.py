@@ -19,6 +19,7 @@ import os
 import re
 import struct
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -128,11 +129,11 @@ class ShardWriter:
         self, folder: Path, split: str, *, shard_tokens: int, vocab_size: int, format: str, at=(0, 0)
     ):
         self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
-        self._spec = dict(vocab_size=vocab_size, format=format)
+        self._spec: dict = dict(vocab_size=vocab_size, format=format)
         head, self.dtype = header(0, **self._spec)
         self._offset = len(head)
         self.finished, self._count = at
-        self._file = None
+        self._file: BinaryIO | None = None
         self._continue()
 
     @property

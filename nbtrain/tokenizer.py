@@ -171,14 +171,11 @@ class BPETokenizer(_Tokenizer):
         self.vocab_size = max(ids.values()) + 1
         special = [token["content"] for token in d["added_tokens"] if token.get("special") is True]
         named = next((name for name in END_OF_TEXT_NAMES if name in special), None)
+        if eot_token is not None and eot_token not in ids:
+            raise InvalidValue(f"the end of a text is {eot_token[:40]!r}, which is not in the vocabulary.")
         self.eot_token = named if eot_token is None else eot_token
         self._eot_is_told = self.eot_token != named
-        if self.eot_token is not None:
-            if self.eot_token not in ids:
-                raise InvalidValue(
-                    f"the end of a text is {eot_token[:40]!r}, which is not in the vocabulary."
-                )
-            self.eot = ids[self.eot_token]
+        self.eot = None if self.eot_token is None else ids[self.eot_token]
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "BPETokenizer":

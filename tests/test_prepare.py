@@ -566,3 +566,15 @@ def test_progress_is_a_bar_on_a_terminal(tmp_path):
     shown = os.read(master, 10**6).decode()
     os.close(master)
     assert done.returncode == 0 and "encoding" in shown and "kB" in shown
+
+
+def test_an_interrupted_command_says_how_to_go_on(tmp_path, capsys, monkeypatch):
+    def interrupted(inputs, out, **options):
+        out.mkdir()
+        (out / "progress.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nbtrain.prepare.prepare", interrupted)
+    with pytest.raises(SystemExit) as end:
+        main(["prepare", "a.txt", "--out", str(tmp_path / "out")])
+    assert end.value.code == 130 and capsys.readouterr().err.endswith("the same command goes on from here.\n")

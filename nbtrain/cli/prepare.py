@@ -72,13 +72,14 @@ def prepare(
     if (vocab_size is not None) != (tokenizer is TokenizerKind.bpe):
         raise typer.BadParameter("--tokenizer bpe and --vocab-size go together.")
     from nbtrain.documents import Input
+    from nbtrain.prepare import PROGRESS
     from nbtrain.prepare import prepare as run
     from nbtrain.text import shakespeare_text
     from nbtrain.tokenizer import load_tokenizer
 
     plays = [Input("Shakespeare's plays", None, "text", shakespeare_text().encode())] if shakespeare else []
     kind = tokenizer.value if tokenizer_from is None else load_tokenizer(tokenizer_from)
-    with _progress() as report:
+    with _progress() as report, _resumable(out / PROGRESS):
         prepared = run(
             plays or inputs,
             out,
@@ -115,6 +116,17 @@ def make_tokenizer(kind: TokenizerKind, text: str, vocab_size: int | None = None
 def _cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def _resumable(progress: Path):
+    """A context whose interruption says how to go on, where there is something to go on from."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if progress.exists():
+            print("nbtrain: interrupted; the same command goes on from here.", file=sys.stderr)
+        raise
 
 
 @contextlib.contextmanager
