@@ -15,6 +15,7 @@ from nbtrain.errors import Unavailable as Unavailable
 from nbtrain.generate import generate as generate
 from nbtrain.huggingface import load_pretrained as load_pretrained
 from nbtrain.huggingface import save_pretrained as save_pretrained
+from nbtrain.plan import plan as plan
 from nbtrain.train import Metrics as Metrics
 from nbtrain.train import OptState as OptState
 from nbtrain.train import capture as capture

@@ -1,4 +1,4 @@
-"""The command line: nbtrain train | sample | prepare | eval | import | export | doctor, one module a command.
+"""The command line: nbtrain train | sample | prepare | eval | plan | import | export | doctor; a module each.
 
 Exit codes: 0; 1 a failure, told in one line on stderr; 2 usage; 130 interrupted. What is heavy is imported by
 the command that needs it, so that --help is quick.
@@ -6,12 +6,12 @@ the command that needs it, so that --help is quick.
 
 import sys
 
-from nbtrain.cli import doctor, evaluate, export, import_, prepare, sample, train
+from nbtrain.cli import doctor, evaluate, export, import_, plan, prepare, sample, train
 from nbtrain.cli.app import app
 
-__all__ = ["doctor", "evaluate", "export", "import_", "main", "prepare", "sample", "train"]
+__all__ = ["doctor", "evaluate", "export", "import_", "main", "plan", "prepare", "sample", "train"]
 
-ORDER = ("train", "sample", "prepare", "eval", "import", "export", "doctor")  # of --help
+ORDER = ("train", "sample", "prepare", "eval", "plan", "import", "export", "doctor")  # of --help
 app.registered_commands.sort(key=lambda command: ORDER.index(str(command.name)))
 
 

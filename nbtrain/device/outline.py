@@ -238,8 +238,12 @@ class Outline:
 
     def __setitem__(self, key, value) -> None:
         target = self._view[key].shape
-        if np.broadcast_shapes(target, np.shape(getattr(value, "_view", value))) != target:
-            raise InvalidValue(f"cannot write {value!r} to an array of shape {target}.")
+        given = np.shape(getattr(value, "_view", value))
+        # As NumPy has it: each of the last dimensions is the target's or 1.
+        if len(given) > len(target) or any(
+            n not in (1, m) for n, m in zip(given[::-1], target[::-1], strict=False)
+        ):
+            raise InvalidValue(f"an array of shape {target} cannot be written from one of shape {given}.")
 
     def reshape(self, *shape) -> "Outline":
         if not self._view.flags.c_contiguous:
