@@ -48,7 +48,7 @@ FORWARD_SHARE, HALF_SPEED_ROWS = 0.27, 1200
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a run takes: `parts` in bytes, by name, and their sum."""
+    """What a run takes at its peak: `parts` in bytes, by name, and their sum."""
 
     config: GPTConfig
     dtype: str  # fp32, fp16 or bf16
@@ -59,10 +59,11 @@ class Plan:
     mode: str  # pure, donate or capture
     device: str  # cuda, hip or cpu
     parts: dict[str, int]
+    given_back: int = 0  # bytes of the peak that the first step needs alone, to measure products
 
     @property
     def total(self) -> int:
-        """Bytes of the card at the run's peak, the context included."""
+        """Bytes of the card at the peak, the context included."""
         return sum(self.parts.values())
 
     @property
@@ -204,11 +205,13 @@ class _Run:
                 f"a batch has at most {MOST_TOKENS:,} tokens; got {self.micro} x {B} x {self.T}. "
                 "Take a smaller B."
             )
-        parts = self._walk(B, remat)
+        parts, given_back = self._walk(B, remat)
         parts["context and libraries"] = CONTEXT_BYTES[self.device]
-        return Plan(self.config, self.dtype, B, self.T, self.micro, remat, self.mode, self.device, parts)
+        shape = B, self.T, self.micro
+        return Plan(self.config, self.dtype, *shape, remat, self.mode, self.device, parts, given_back)
 
-    def _walk(self, B: int, remat: str) -> dict[str, int]:
+    def _walk(self, B: int, remat: str) -> tuple[dict[str, int], int]:
+        """(parts but for the context, bytes of them that are given back after the first step)."""
         config, dtype, T, A = self.config, FLOATS[self.dtype], self.T, self.micro
         card = Card(self.capability, WORKSPACE if self.device == "cuda" else 0)
         with planning(card):
@@ -226,15 +229,14 @@ class _Run:
             parts, trained = parts_of(params, state, step, batches[0], self.mode), card.peak
             parts["products' workspace"] = card.workspaces
             if self.device == "cpu":  # twins allocate by themselves, and NumPy has no pool
-                parts["evaluation"] = (
-                    _evaluation_on_the_cpu(config, params, card, B, T) if self.evaluate else 0
-                )
-                return parts
+                if self.evaluate:
+                    parts["evaluation"] = _evaluation_on_the_cpu(config, params, card, B, T)
+                return parts, 0
             parts["operators, and the pool's rest"] = trained - sum(parts.values())
             if self.evaluate:
                 make_eval_step(config)(params, _batch(card, 1, B, T))
             parts["evaluation"] = card.peak - trained
-        return parts
+        return parts, card.peak - card.bytes
 
     def largest(self, vram: int, remat: str) -> Plan | None:
         """The plan with the largest B that takes at most `vram`.

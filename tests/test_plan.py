@@ -74,7 +74,7 @@ def test_evaluation_on_the_cpu_is_counted_whole():
     planned = plan(config, B=4, dtype="fp32", mode="donate", device="cpu").parts["evaluation"]
     assert planned == model._scratch.bytes > 0
     without = plan(config, B=4, dtype="fp32", mode="donate", device="cpu", evaluate=False)
-    assert without.parts["evaluation"] == 0
+    assert "evaluation" not in without.parts
 
 
 def test_modes_differ_by_what_they_hold_twice():
@@ -229,4 +229,5 @@ def test_a_run_on_this_gpu_takes_what_was_planned(mode):
     )
     assert {name: planned.parts[name] for name in COUNTED} == taken["parts"]
     # Arrays alone: other processes may use the card while this test runs.
-    assert abs((planned.total - CONTEXT_BYTES["cuda"]) / taken["pool_bytes"] - 1) < 0.05
+    held = planned.total - planned.given_back - CONTEXT_BYTES["cuda"]
+    assert abs(held / taken["pool_bytes"] - 1) < 0.05

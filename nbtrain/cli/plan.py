@@ -107,6 +107,7 @@ def plan(
         shown = make_plan(config, B=B, remat=policy, **options)
         print(f"the fastest that fits: --batch-size {B} --remat {policy}\n")
     else:
+        assert batch_size is not None
         shown = make_plan(config, B=batch_size, remat=remat or "none", **options)
         print(f"{_how(shown, evaluate)}, B = {shown.B}, remat {shown.remat}:\n")
     print(shown)

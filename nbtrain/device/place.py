@@ -94,7 +94,9 @@ def to_device(x, device: str):
     if device == "cpu":
         return np.ascontiguousarray(x)
     if device == "plan":
-        return planned_card().asarray(x)
+        card = planned_card()
+        assert card is not None, "outlines live inside `planning`"
+        return card.asarray(x)
     import cupy
 
     with use(device):
