@@ -68,7 +68,8 @@ def _what_runs() -> Iterator[str]:
         kind = about.get("compute_capability") or about.get("architecture")
         yield f"GPU: {about['gpu']}, {memory / 1e6:,.0f} MB, {kind}, {units} multiprocessors ({device})"
         if device.startswith("cuda"):
-            driver, runtime = (f"{n // 1000}.{n % 1000 // 10}" for n in _numbers(about, "driver", "runtime"))
+            versions = (int(about[name]) for name in ("driver", "runtime"))
+            driver, runtime = (f"{n // 1000}.{n % 1000 // 10}" for n in versions)
             yield f"CUDA: the driver's {driver}, CuPy's {runtime}"
         name, because = room()
         yield f"matrix products: {name} ({because})"
@@ -111,8 +112,8 @@ def advice(nvidia_driver: int | None, amd: bool, installed: dict[str, str | None
     elif nvidia_driver is not None:
         if "cupy-cuda13x" in cupy and 0 < nvidia_driver < CUDA_13_DRIVER:
             lines.append(
-                f"driver {nvidia_driver} is older than CUDA 13 needs ({CUDA_13_DRIVER}). Update it, or, in a new "
-                "environment, run pip install 'nbtrain[cuda12]'"
+                f"driver {nvidia_driver} is older than CUDA 13 needs ({CUDA_13_DRIVER}). Update it, or, in a "
+                "new environment, run pip install 'nbtrain[cuda12]'"
             )
         if not installed["nvmath-python"]:
             lines.append(
@@ -139,10 +140,6 @@ def advice(nvidia_driver: int | None, amd: bool, installed: dict[str, str | None
         if not installed[name]:
             lines.append(f"for {purpose}: pip install 'nbtrain[{extra}]'")
     return lines or ["nothing is missing"]
-
-
-def _numbers(about: dict[str, str], *names: str) -> list[int]:
-    return [int(about[name]) for name in names]
 
 
 def _is_ours(name: str) -> bool:
