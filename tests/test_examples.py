@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -137,3 +138,16 @@ def test_the_pretraining_example_trains_validates_and_goes_on(tmp_path):
     assert got.opt_state.step.item() == 10 and got.train_config.total == 8  # the schedule of the first run
     rows = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows if '"loss"' in row] == list(range(1, 11))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_the_functional_example_keeps_what_it_claims_and_learns(dtype):
+    command = [sys.executable, EXAMPLES / "functional_api.py", "--device", "cpu", "--dtype", dtype]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr  # its asserts hold
+    losses = [float(n) for n in re.findall(r"^(?:step \d+: loss|evaluation:) ([\d.]+)", done.stdout, re.M)]
+    assert len(losses) == 3 and losses == sorted(losses, reverse=True) and losses[-1] < 0.5
+    ids = [int(n) for n in done.stdout.splitlines()[-1].removeprefix("generated: ").split()]
+    assert len(ids) == 15 and all(
+        after == (before + 5) % 64 for before, after in zip(ids, ids[1:], strict=False)
+    )
