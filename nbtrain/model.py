@@ -23,7 +23,6 @@ import numpy as np
 from nbtrain.batch import IGNORE_INDEX, Batch
 from nbtrain.config import GPTConfig, TrainConfig
 from nbtrain.device import on_gpu
-from nbtrain.device.blas import fuses_gelu
 from nbtrain.device.philox import Rng
 from nbtrain.device.place import device_of, to_device
 from nbtrain.device.scratch import Scratch
@@ -40,7 +39,6 @@ from nbtrain.ops.linear import (
     linear_backward_input,
     linear_backward_weight,
     linear_forward,
-    linear_gelu_forward,
     matmul,
 )
 from nbtrain.tree import Layout, Tree
@@ -67,7 +65,7 @@ class Activations(NamedTuple):
     h2: Array  # its LayerNorm
     mean2: Array  # (N,) fp32
     rstd2: Array  # (N,) fp32
-    fc: Array  # (N, 4C), before GELU, with the bias where the product adds it
+    fc: Array  # (N, 4C), before bias and GELU
     act: Array  # (N, 4C), after
 
 
@@ -250,11 +248,8 @@ class GPT:
         linear_forward(a.att, w.proj_w, w.proj_b, out=branch)
         self._branch_dropout(dropout_forward, branch, rng, i, _AFTER_PROJ, T, branch)
         layernorm_forward(branch, w.ln2_w, w.ln2_b, residual=a.x1, out=(a.h2, a.mean2, a.rstd2, a.x2))
-        if fuses_gelu(a.h2, 4 * C):
-            linear_gelu_forward(a.h2, w.fc_w, w.fc_b, out=(a.act, a.fc))
-        else:
-            linear_forward(a.h2, w.fc_w, out=a.fc)
-            gelu_forward(a.fc, w.fc_b, out=a.act)
+        linear_forward(a.h2, w.fc_w, out=a.fc)
+        gelu_forward(a.fc, w.fc_b, out=a.act)
         linear_forward(a.act, w.out_w, w.out_b, out=branch)
         self._branch_dropout(dropout_forward, branch, rng, i, _AFTER_OUT, T, branch)
         return branch
@@ -268,11 +263,7 @@ class GPT:
         dqkv = self._scratch("logits", (N, 3 * C), dx.dtype, at=behind_act)  # dfc has been read by then
         dout = self._branch_dropout(dropout_backward, dx, rng, i, _AFTER_OUT, T)
         linear_backward_input(dout, w.out_w, out=dfc)
-        in_fc = fuses_gelu(a.h2, 4 * C)
-        gelu_backward(
-            dfc, a.fc, None if in_fc else w.fc_b, bias_in_x=in_fc,
-            recompute_out=a.act if self._light else None, out=(dfc, g.fc_b),
-        )  # fmt: skip
+        gelu_backward(dfc, a.fc, w.fc_b, recompute_out=a.act if self._light else None, out=(dfc, g.fc_b))
         own_bias = self._bias_gradient(g.proj_b) is None
         linear_backward_weight(dout, a.act, bias=own_bias, out=(g.out_w, g.out_b if own_bias else None))
         linear_backward(dfc, a.h2, w.fc_w, bias=False, out=(dh, g.fc_w, None))

@@ -224,9 +224,12 @@ class TrainStep:
         with use(device):
             return self._run(params, opt_state, batch, out)
 
-    def _run(self, params, state, batch, out):
-        cfg, xp = self.config, array_module(params.buffer)
-        scaling = LossScaling.of(cfg.loss_scale, params.dtype, cfg.growth_interval)
+    def _scaling(self, params) -> LossScaling:
+        return LossScaling.of(self.config.loss_scale, params.dtype, self.config.growth_interval)
+
+    def _gradients(self, params, state, batch):
+        """(gradients over all micro-batches, flat; losses (A,); batch_check's counts; the loss scale)."""
+        xp, scaling = array_module(params.buffer), self._scaling(params)
         scale = state.loss_scale.value if scaling.dynamic else xp.full(1, scaling.initial, np.float32)
         A, B, _ = batch.tokens.shape
         memory = params.layout, params.dtype, device_of(params.buffer)
@@ -251,18 +254,21 @@ class TrainStep:
             )
             if sums is not None:
                 cast_and_scale(grads.buffer, 1.0, out=sums.buffer, accumulate=a > 0)
-        if sums is not None:
-            grads = sums
+        return (grads if sums is None else sums).buffer, losses, counts, scale
 
-        norm = global_norm(grads.buffer)
+    def _run(self, params, state, batch, out):
+        cfg = self.config
+        grads, losses, counts, scale = self._gradients(params, state, batch)
+        norm = global_norm(grads)
         hyper, values, counts, step, updates, new_scale, good_steps = control(
             norm, sum_losses(losses), counts, state.step, state.updates, scale, state.loss_scale.good_steps,
-            schedule=self.schedule, clip=cfg.clip, betas=cfg.betas, growth_interval=scaling.growth_interval,
+            schedule=self.schedule, clip=cfg.clip, betas=cfg.betas,
+            growth_interval=self._scaling(params).growth_interval,
             limits=state.limits,
         )  # fmt: skip
         new_params, master, m, v = out
         adamw(
-            grads.buffer, state.master.buffer, state.m.buffer, state.v.buffer, params.buffer, self._decay,
+            grads, state.master.buffer, state.m.buffer, state.v.buffer, params.buffer, self._decay,
             hyper, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay,
             out=(master.buffer, m.buffer, v.buffer, new_params.buffer),
         )  # fmt: skip
@@ -433,7 +439,9 @@ class CapturedStep:
             out = params, state.master, state.m, state.v
 
             def warm_up():
-                """A step without a target: it compiles and measures everything and updates nothing."""
+                """A step without a target, which updates nothing. Before it the gradients alone, with targets:
+                products are measured on numbers, since zeros take less power."""
+                self._step._gradients(params, state, buffers)
                 targets = buffers.targets.copy()
                 targets.fill(IGNORE_INDEX)
                 self._step._run(params, state, buffers._replace(targets=targets), out)

@@ -31,9 +31,9 @@ PARTS = ("forward", "dq", "dkv")
 TABLES = {"forward": flash.FORWARD, "dq": flash.BACKWARD_DQ, "dkv": flash.BACKWARD_DKV}
 # Beside those of TABLES, by part and head dimension
 VARIANTS = {
-    ("forward", 64): [Config(2, 64, 2), Config(1, 64, 5), Config(1, 64, 2, "tall")],
-    ("forward", 80): [Config(1, 64, 2, "tall")],
-    ("forward", 96): [Config(1, 64, 2, "tall")],
+    ("forward", 64): [Config(2, 64, 2), Config(1, 64, 4), Config(1, 64, 2, "tall")],
+    ("forward", 80): [Config(1, 64, 2)],
+    ("forward", 96): [Config(1, 64, 2)],
     ("forward", 128): [Config(2, 64, 1), Config(1, 64, 2)],
     ("dq", 64): [Config(2, 64, 2), Config(1, 64, 3)],
     ("dq", 128): [Config(2, 64, 1)],

@@ -32,6 +32,7 @@ from nbtrain.device.vector import (
     row_access,
     rsqrt,
     store,
+    unpack8,
 )
 
 __all__ = [
@@ -44,7 +45,7 @@ __all__ = [
     "SIMULATED", "TARGET", "cuda", "device_function", "kernel",
     "is_recording", "launch", "on_gpu", "recording", "row_shape", "tuned",
     # inside kernels
-    "load", "read8", "round8", "row_access", "store",
+    "load", "read8", "round8", "row_access", "store", "unpack8",
     "block_max", "block_sum", "block_sums", "exp2", "log2", "random_bits", "random_bits8", "rcp", "rsqrt",
     # CPU twins
     "njit", "prange", "twin",

@@ -82,22 +82,19 @@ def adopt(made: dict) -> str | None:
     return lt.take_choices(made)
 
 
-def gemm(
-    a, b, out, *, alpha: float = 1.0, beta: float = 0.0, accumulate: str = "fp32", bias=None, before_gelu=None
-) -> None:
+def gemm(a, b, out, *, alpha: float = 1.0, beta: float = 0.0, accumulate: str = "fp32", bias=None) -> None:
     """out = alpha * a @ b + beta * out + bias.  a (M, K), b (K, N), out (M, N), each with one contiguous
     axis, out's the last.
 
-    bias (N,) has out's dtype, and wants alpha = 1, beta = 0. With before_gelu (M, N), of out's dtype, that is
-    a @ b + bias, rounded, and out = gelu(a @ b + bias) in the tanh form, where `fuses_gelu`.
+    bias (N,) has out's dtype, and wants alpha = 1, beta = 0.
     """
-    _gemm(a[None], b[None], out[None], alpha, beta, accumulate, bias, before_gelu)
+    _gemm(a[None], b[None], out[None], alpha, beta, accumulate, bias)
 
 
 def gemm_batched(a, b, out, *, alpha: float = 1.0, beta: float = 0.0, accumulate: str = "fp32") -> None:
     """out[i] = alpha * a[i] @ b[i] + beta * out[i].  a (I, M, K), b (I, K, N), out (I, M, N): one stride for
     each batch."""
-    _gemm(a, b, out, alpha, beta, accumulate, None, None)
+    _gemm(a, b, out, alpha, beta, accumulate, None)
 
 
 def fuses_bias(x) -> bool:
@@ -107,12 +104,7 @@ def fuses_bias(x) -> bool:
     return is_cupy(x) and room()[0] == "cublaslt"
 
 
-def fuses_gelu(x, columns: int) -> bool:
-    """True if `gemm` applies GELU to a product of x with `columns` columns on its way."""
-    return fuses_bias(x) and x.dtype != np.float32 and columns % 8 == 0
-
-
-def _gemm(a, b, out, alpha, beta, accumulate, bias, before_gelu):
+def _gemm(a, b, out, alpha, beta, accumulate, bias):
     (batch, M, K), N = a.shape, out.shape[-1]
     if b.shape != (batch, K, N) or out.shape != (batch, M, N):
         raise InvalidValue(
@@ -137,7 +129,6 @@ def _gemm(a, b, out, alpha, beta, accumulate, bias, before_gelu):
         out.card.product(a, b, out, beta)
         return
     assert bias is None or fuses_bias(out), "fill out with the bias and take beta = 1"
-    assert before_gelu is None or bias is not None and fuses_gelu(out, N), "ask fuses_gelu before"
     if not is_cupy(out):
         _gemm_numpy(a, b, out, alpha, beta)
         return
@@ -152,8 +143,7 @@ def _gemm(a, b, out, alpha, beta, accumulate, bias, before_gelu):
     if room()[0] == "cublaslt":
         from nbtrain.device.nvidia import lt
 
-        saved = None if before_gelu is None else before_gelu[None]
-        lt.gemm(a, b, out, bool(ta), bool(tb), alpha, beta, accumulate, bias, saved)
+        lt.gemm(a, b, out, bool(ta), bool(tb), alpha, beta, accumulate, bias)
         return
 
     from cupy.cuda import cublas, device

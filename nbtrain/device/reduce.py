@@ -70,9 +70,15 @@ def _sum_blocks_kernel():
         c = cuda.blockIdx.x * X + x
         s = ZERO
         if c < C:
+            first = cuda.blockIdx.y * blocks * C + c
             b = y
+            while b < blocks - 3 * Y:  # four reads under way at a time
+                s0, s1 = partial[first + b * C], partial[first + (b + Y) * C]
+                s2, s3 = partial[first + (b + 2 * Y) * C], partial[first + (b + 3 * Y) * C]
+                s += (s0 + s1) + (s2 + s3)
+                b += 4 * Y
             while b < blocks:
-                s += partial[(cuda.blockIdx.y * blocks + b) * C + c]
+                s += partial[first + b * C]
                 b += Y
         buf[y, x] = s
         cuda.syncthreads()

@@ -67,6 +67,11 @@ def read8(words, at, src, i):
     _flat(words)[at : at + 4] = np.ascontiguousarray(_flat(src)[i : i + 8]).view(np.uint32)
 
 
+def unpack8(dst, at, words, k, like):
+    stored = np.ascontiguousarray(_flat(words)[k : k + 4]).view(_flat(like).dtype)
+    _flat(dst)[at : at + 8] = _values(stored)
+
+
 def exp2(x):
     with np.errstate(over="ignore"):  # inf, as on a GPU
         return np.exp2(F(x))

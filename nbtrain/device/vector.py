@@ -5,6 +5,8 @@
     load8(dst, at, a, i, count)     dst[at : at + 8] = a[i : i + 8] as fp32
     store8(a, i, src, at, count)    a[i : i + 8] = src[at : at + 8]
     round8(dst, at, a)              dst[at : at + 8] rounded to the storage of a, still fp32
+    read8(words, k, a, i)           words[k : k + 4] = a[i : i + 8], 16-bit storage, as uint32, to be kept
+    unpack8(dst, at, words, k, a)   dst[at : at + 8] = those, in the storage of a, as fp32
     exp2 log2 rcp rsqrt             one instruction each
 
     block_sum(threads, rows)        device functions: the sum, or the largest, of one fp32 value over the
@@ -23,7 +25,7 @@ from numba import float32
 from nbtrain.device.backend import backend, cuda
 
 load, store = backend.load, backend.store
-round8, read8 = backend.round8, backend.read8
+round8, read8, unpack8 = backend.round8, backend.read8, backend.unpack8
 exp2, log2, rcp, rsqrt = backend.exp2, backend.log2, backend.rcp, backend.rsqrt
 
 

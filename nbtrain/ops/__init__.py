@@ -20,7 +20,6 @@ from nbtrain.ops.layernorm import layernorm_backward as layernorm_backward
 from nbtrain.ops.layernorm import layernorm_forward as layernorm_forward
 from nbtrain.ops.linear import linear_backward as linear_backward
 from nbtrain.ops.linear import linear_forward as linear_forward
-from nbtrain.ops.linear import linear_gelu_forward as linear_gelu_forward
 from nbtrain.ops.linear import matmul as matmul
 from nbtrain.ops.softmax import softmax_backward as softmax_backward
 from nbtrain.ops.softmax import softmax_forward as softmax_forward

@@ -39,10 +39,13 @@ from nbtrain.device import (
     on_gpu,
     prange,
     rcp,
+    read8,
     row_access,
     same_memory,
     tuned,
     twin,
+    uint32,
+    unpack8,
 )
 from nbtrain.device.cpu import exp, fill, larger, routine, span, task_count
 from nbtrain.errors import InvalidValue
@@ -55,6 +58,7 @@ LOG2E, LN2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 MASKED = np.float32(-(2.0**126))
 LOADS = 4  # eights in flight a thread
 RESIDENT = 1024  # threads on a multiprocessor, which leaves each 64 registers
+KEPT = 3  # eights of a 16-bit row that a thread keeps, packed, from the first pass to the second
 MASKED2 = np.float32(MASKED * LOG2E)
 HINT = "Flatten (B, T, V) with logits.reshape(-1, V)."
 
@@ -68,10 +72,14 @@ def _row_shape(V: int) -> tuple[int, int]:
     return min(tuned("cross_entropy")[0], -(-eights // 32) * 32), eights
 
 
+def _padded(V: int, vocab_size: int) -> bool:
+    return vocab_size < 8 * -(-V // 8)
+
+
 def _row_functions(V: int, vocab_size: int, aligned: bool):
     """What both kernels do to eight logits of a row of V: read, differentiate, write."""
     load8, store8 = row_access(aligned)
-    PADDED = vocab_size < 8 * -(-V // 8)
+    PADDED = _padded(V, vocab_size)
 
     @device_function
     def read(a, at, logits, base, c):
@@ -95,9 +103,11 @@ def _row_functions(V: int, vocab_size: int, aligned: bool):
 
 
 @functools.cache
-def _forward_kernel(V: int, vocab_size: int, aligned: bool):
+def _forward_kernel(V: int, vocab_size: int, aligned: bool, packed: bool):
     """A block a row. With `with_gradient` it reads the row again, backwards, since its end is still in the
-    caches, and writes dlogits over it. One kernel for both, so that both give the same losses bit for bit.
+    caches, and writes dlogits over it. The row's beginning stays in registers, two numbers in each
+    (`packed`): what is read a second time is at the limit of the L2 cache. One kernel for both, so that both
+    give the same losses bit for bit.
 
     Powers are of two, relative to the row's rounded maximum of logit * log2(e): a fused multiply-add rounds
     logit * log2(e) - maximum once, so large logits lose nothing.
@@ -105,6 +115,10 @@ def _forward_kernel(V: int, vocab_size: int, aligned: bool):
     T, EIGHTS = _row_shape(V)
     U = LOADS if aligned else 1
     W, WHOLE = 8 * U, vocab_size // 8
+    # Where no eight may hold padding the compiler unrolls more, and has no registers for it.
+    KEEP = packed and aligned and WHOLE >= KEPT * T and _padded(V, vocab_size)
+    K = KEPT if KEEP else 0
+    WORDS = 4 * max(K, 1)
     load8, store8 = row_access(aligned)
     read, write_gradient = _row_functions(V, vocab_size, aligned)
     row_max, row_sum = block_max(T), block_sum(T)
@@ -123,6 +137,7 @@ def _forward_kernel(V: int, vocab_size: int, aligned: bool):
         target = targets[n]
         counted = target != ignore_index and target >= 0 and target < vocab_size
         a = cuda.local.array(W, float32)
+        kept = cuda.local.array(WORDS, uint32)
         if with_gradient and not counted:  # the same for the whole block
             for j in range(8):
                 a[j] = ZERO
@@ -134,7 +149,16 @@ def _forward_kernel(V: int, vocab_size: int, aligned: bool):
                 losses[n] = ZERO
         else:
             top, s = MASKED2, ZERO
-            e = lane
+            for r in range(K):
+                read8(kept, 4 * r, logits, base + (lane + r * T) * 8)
+            for r in range(K):
+                unpack8(a, 0, kept, 4 * r, logits)
+                before = top
+                top = max(top, max8(a, 0) * LOG2E)
+                s *= exp2(before - top)
+                for k in range(8):
+                    s += exp2(a[k] * LOG2E - top)
+            e = lane + K * T
             while e < WHOLE - (U - 1) * T:
                 for u in range(U):
                     load8(a, u * 8, logits, base + (e + u * T) * 8, 8)
@@ -168,20 +192,23 @@ def _forward_kernel(V: int, vocab_size: int, aligned: bool):
                 scale = d * rcp(s)
                 cuda.syncthreads()  # the target's logit has been read
                 e -= T
-                while e >= WHOLE - U * T and e >= 0:  # what may hold padding, one eight at a time
+                while e >= WHOLE - U * T and e >= K * T:  # what may hold padding, one eight at a time
                     read(a, 0, logits, base, e * 8)
                     write_gradient(a, 0, logits, base, e * 8, row_top, scale, d, target)
                     e -= T
-                while e >= (U - 1) * T:
+                while e >= (K + U - 1) * T:
                     for u in range(U):
                         load8(a, u * 8, logits, base + (e - u * T) * 8, 8)
                     for u in range(U):
                         write_gradient(a, u * 8, logits, base, (e - u * T) * 8, row_top, scale, d, target)
                     e -= U * T
-                while e >= 0:
+                while e >= K * T:
                     load8(a, 0, logits, base + e * 8, 8)
                     write_gradient(a, 0, logits, base, e * 8, row_top, scale, d, target)
                     e -= T
+                for r in range(K):
+                    unpack8(a, 0, kept, 4 * r, logits)
+                    write_gradient(a, 0, logits, base, (lane + r * T) * 8, row_top, scale, d, target)
 
     return cross_entropy_forward, T
 
@@ -343,7 +370,7 @@ def cross_entropy_forward(
     losses, lse = (xp.empty(N, np.float32), xp.empty(N, np.float32)) if out is None else out
     expect("cross_entropy's out", "losses (N,) fp32, lse (N,) fp32, targets (N,) int32", losses, lse, targets)
     if on_gpu(logits):
-        forward, T = _forward_kernel(V, vocab_size, aligned(V, logits))
+        forward, T = _forward_kernel(V, vocab_size, aligned(V, logits), logits.dtype.itemsize == 2)
         no_dloss = xp.empty(1, np.float32)
         launch(forward, N, T, logits, targets, no_dloss, losses, lse, np.int32(ignore_index), np.int32(0))
     else:
@@ -370,7 +397,7 @@ def cross_entropy_forward_backward(
     )
     vocab_size = _check_targets(targets, V, vocab_size, ignore_index)
     if on_gpu(logits):
-        forward, T = _forward_kernel(V, vocab_size, aligned(V, logits))
+        forward, T = _forward_kernel(V, vocab_size, aligned(V, logits), logits.dtype.itemsize == 2)
         no_lse = dloss
         launch(forward, N, T, logits, targets, dloss, losses, no_lse, np.int32(ignore_index), np.int32(1))
     else:

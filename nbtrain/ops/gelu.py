@@ -43,7 +43,6 @@ from nbtrain.device.dropout import (
     dropout_of,
 )
 from nbtrain.device.reduce import block_rows_sum, column_block, column_grid, sum_blocks
-from nbtrain.errors import InvalidValue
 
 ZERO, ONE = np.float32(0), np.float32(1)
 _K = 2 * (2 / np.pi) ** 0.5
@@ -101,7 +100,7 @@ def _forward_kernel(C: int, aligned: bool, with_bias: bool, drop: int):
 
 
 @functools.cache
-def _backward_kernel(aligned: bool, with_bias: bool, with_dbias: bool, with_y: bool, drop: int):
+def _backward_kernel(aligned: bool, with_bias: bool, with_y: bool, drop: int):
     """A persistent grid over rows, so that the sums of dbias have one fixed order."""
     X, Y = column_block("gelu_backward")
     load8, store8 = row_access(aligned)
@@ -146,7 +145,7 @@ def _backward_kernel(aligned: bool, with_bias: bool, with_dbias: bool, with_y: b
                 if with_y:
                     store8(y, i, a, 0, C - c)
                 n += cuda.gridDim.y * Y
-        if with_dbias:
+        if with_bias:
             write_sum(sums, partial, C)
 
     return gelu_backward, X, Y
@@ -243,10 +242,9 @@ def gelu_forward(
 
 def gelu_backward(
     dy, x, bias=None, *, dropout: float = 0.0, rng=None, site: int = 0, first: int = 0,
-    bias_in_x: bool = False, recompute_out=None, out=None,
+    recompute_out=None, out=None,
 ):  # fmt: skip
-    """Returns `(dx, dbias)`, the gradients of `gelu_forward`; dbias is None without a bias. With `bias_in_x`
-    x holds the bias already, as `linear_gelu_forward` leaves it, and `bias` must be None.
+    """Returns `(dx, dbias)`, the gradients of `gelu_forward`; dbias is None without a bias.
 
     `recompute_out` is written too, with the forward's y, bit for bit: y need not be kept. It may be x.
     `out` gives the two arrays to write; dx may be written over dy.
@@ -255,11 +253,7 @@ def gelu_backward(
     xp = array_module(x)
     dx, dbias = (None, None) if out is None else out
     dx = xp.empty_like(x) if dx is None else dx
-    if bias_in_x and bias is not None:
-        raise InvalidValue("gelu_backward adds no bias to an x that holds it already: pass bias=None.")
-    with_dbias = bias is not None or bias_in_x
-    if with_dbias and dbias is None:
-        dbias = xp.empty(x.shape[-1:], x.dtype)
+    dbias = xp.empty_like(bias) if dbias is None and bias is not None else dbias
     y = recompute_out
     N, C = expect(
         "gelu_backward",
@@ -268,19 +262,19 @@ def gelu_backward(
         hint=FLATTEN,
     )
     drop = dropout_of("gelu_backward", dropout, rng, site, first)
-    if not with_dbias:
+    if bias is None:
         dbias = None
     if on_gpu(x):
         backward, X, Y = _backward_kernel(
-            aligned(C, dy, x, bias, y, dx), bias is not None, with_dbias, y is not None, drop_mode(drop, C)
+            aligned(C, dy, x, bias, y, dx), bias is not None, y is not None, drop_mode(drop, C)
         )
         columns, blocks = column_grid("gelu_backward", N, C)
-        partial = xp.empty(blocks * C, np.float32) if with_dbias else None
+        partial = None if bias is None else xp.empty(blocks * C, np.float32)
         absent = _standing_in(x, bias, drop.rng, partial, y)
         launch(
             backward, (columns, blocks), (X, Y), dy, x, *absent[:2], *drop[1:], N, C, *absent[2:], dx
         )  # fmt: skip
-        if with_dbias:
+        if bias is not None:
             sum_blocks(partial, blocks, dbias)
     else:
         bits, work = _scratch(N, C, drop)

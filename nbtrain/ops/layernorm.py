@@ -43,9 +43,8 @@ from nbtrain.errors import InvalidValue
 ZERO, ONE = np.float32(0), np.float32(1)
 BACKWARD_CHANNELS = 12_000  # a row of fp32 sums in the 48 KB of shared memory that every kernel may have
 BACKWARD_VECTORS = 1  # eights of a row that a thread of the backward kernel holds, at most, where T allows it
-# Its threads on a multiprocessor, which leaves each 56 registers; ragged rows need more.
-BACKWARD_RESIDENT = 1152
-EARLY = True
+# Its threads on a multiprocessor, which leaves each 64 registers; ragged rows need more.
+BACKWARD_RESIDENT = 960
 
 # ----------------------------------------------------------------------------
 # GPU kernels
@@ -131,7 +130,6 @@ def _backward_kernel(C: int, aligned: bool, with_dresidual: bool, with_sum: bool
         dw = cuda.local.array(W, float32)
         db = cuda.local.array(W, float32)
         ds = cuda.local.array(W, float32)
-        o = cuda.local.array(W, float32)
         h = cuda.local.array(W, float32)
         g = cuda.local.array(W, float32)
         t = cuda.local.array(8, float32)
@@ -153,12 +151,9 @@ def _backward_kernel(C: int, aligned: bool, with_dresidual: bool, with_sum: bool
                 for j in range(8):
                     g[v * 8 + j] = ZERO
                     h[v * 8 + j] = mu
-                    o[v * 8 + j] = ZERO
                 if live and (WHOLE or c < C):
                     load8(g, v * 8, dy, n * C + c, C - c)
                     load8(h, v * 8, x, n * C + c, C - c)
-                    if EARLY and with_dresidual:  # read here, its time is that of dy and x
-                        load8(o, v * 8, dresidual, n * C + c, C - c)
                     load8(t, 0, weight, c, C - c)
                     for j in range(8):
                         k = v * 8 + j
@@ -176,14 +171,16 @@ def _backward_kernel(C: int, aligned: bool, with_dresidual: bool, with_sum: bool
                 for v in range(V):
                     c = (v * T + lane) * 8
                     if WHOLE or c < C:
-                        if not EARLY and with_dresidual:
-                            load8(o, v * 8, dresidual, n * C + c, C - c)
+                        for j in range(8):
+                            t[j] = ZERO
+                        if with_dresidual:
+                            load8(t, 0, dresidual, n * C + c, C - c)
                         for j in range(8):
                             k = v * 8 + j
-                            o[k] += (g[k] - s1 - h[k] * s2) * r
+                            t[j] += (g[k] - s1 - h[k] * s2) * r
                             if with_sum:
-                                ds[k] += o[k]
-                        store8(dx, n * C + c, o, v * 8, C - c)
+                                ds[k] += t[j]
+                        store8(dx, n * C + c, t, 0, C - c)
             n0 += cuda.gridDim.x * R
         for which in range(3 if with_sum else 2):
             cuda.syncthreads()  # buf is read by the pass before

@@ -7,10 +7,10 @@ N = rows (batch * time), K = features in, M = features out.
 x, dx: (N, K), weight, dweight: (K, M) as in GPT-2's published weights, bias, dbias: (M,), y, dy: (N, M), one
 of fp32, fp16, bf16.
 
-On the GPU the products are the vendor's BLAS's, with fp32 accumulation. Some of them add the bias themselves,
-and take GELU behind it; elsewhere y is filled with the bias and the product is added. accumulate="fp16" sums
-products of fp16 arrays in fp16: faster on some cards, but a sum of K terms loses about log2(K) of its 11 bits
-and overflows at 65504. On the CPU every product is cut into tasks that call BLAS on one thread each.
+On the GPU the products are the vendor's BLAS's, with fp32 accumulation. Some of them add the bias themselves;
+elsewhere y is filled with it and the product is added. accumulate="fp16" sums products of fp16 arrays in
+fp16: faster on some cards, but a sum of K terms loses about log2(K) of its 11 bits and overflows at 65504. On
+the CPU every product is cut into tasks that call BLAS on one thread each.
 """
 
 import functools
@@ -34,7 +34,7 @@ from nbtrain.device import (
     twin,
 )
 from nbtrain.device.arrays import FLOATS
-from nbtrain.device.blas import fuses_bias, fuses_gelu, gemm
+from nbtrain.device.blas import fuses_bias, gemm
 from nbtrain.device.cpu import add_rows, fill, mm, span, task_count
 from nbtrain.device.reduce import block_rows_sum, column_block, column_grid, sum_blocks
 from nbtrain.errors import InvalidType, InvalidValue, Unavailable
@@ -185,26 +185,6 @@ def linear_forward(x, weight, bias=None, *, out=None, accumulate: str = "fp32"):
     _check_accumulate(accumulate, x, y)
     _product(x, weight, y, bias=bias, accumulate=accumulate)
     return y
-
-
-def linear_gelu_forward(x, weight, bias, *, out=None):
-    """Returns `(y, u)`: u = x @ weight + bias, and y = gelu(u), tanh form, of u before it is rounded.
-
-    Only where `fuses_gelu(x, columns of weight)`: elsewhere linear_forward and gelu_forward do it. `out`
-    gives the two arrays to write.
-    """
-    x, weight, bias = as_arrays(x, weight, bias)
-    N, _, M = expect("linear_gelu", "x (N, K), weight (K, M), bias (M,)", x, weight, bias, hint=FLATTEN)
-    if not fuses_gelu(x, M):
-        raise Unavailable(
-            f"linear_gelu needs cuBLASLt, 16-bit arrays and columns in eights; got {x.dtype}, {M} columns. "
-            "Use linear_forward and gelu_forward."
-        )
-    y, u = (None, None) if out is None else out
-    y, u = _or_new(y, x, N, M), _or_new(u, x, N, M)
-    expect("linear_gelu's out", "y (N, M), u (N, M), x (N, K), weight (K, M)", y, u, x, weight)
-    gemm(x, weight, y, bias=bias, before_gelu=u)
-    return y, u
 
 
 def linear_backward(dy, x, weight, *, bias=True, need_dx=True, out=None, accumulate: str = "fp32"):

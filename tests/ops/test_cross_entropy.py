@@ -6,6 +6,8 @@ from nbtrain.device import SIMULATED, tuned
 from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.ops import cross_entropy as op
 from nbtrain.ops.cross_entropy import (
+    KEPT,
+    LOADS,
     cross_entropy_backward,
     cross_entropy_forward,
     cross_entropy_forward_backward,
@@ -17,10 +19,13 @@ from tests.helpers import EPS, assert_close, randn
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 THREADS, _ = tuned("cross_entropy")
 WIDE = 16 * THREADS * (2 if SIMULATED else 1)  # a block reads groups of two eights a thread
-# (N, V, vocab_size): around one eight, ragged and padded rows, rows with and without a tail behind the groups
+# (N, V, vocab_size): around one eight, ragged and padded rows, rows with and without a tail behind the
+# groups, padded ones that keep their beginning in registers, alone and before groups
 SHAPES = [
     (1, 1, 1), (3, 7, 7), (2, 8, 8), (5, 9, 9), (4, 16, 9), (3, 24, 8), (3, 65, 65),
     (2, WIDE, WIDE), (2, WIDE + 8, WIDE + 1), (2, WIDE - 1, WIDE - 2),
+    (2, 8 * KEPT * THREADS + 8, 8 * KEPT * THREADS + 3),
+    (2, 8 * (KEPT + LOADS) * THREADS + 64, 8 * (KEPT + LOADS) * THREADS + 61),
 ]  # fmt: skip
 GPT2_SHAPES = [
     (300, 50304, 50257),

@@ -3,7 +3,6 @@ import numpy as np
 import pytest
 
 from nbtrain.device import SIMULATED, row_shape
-from nbtrain.device.blas import fuses_gelu
 from nbtrain.device.reduce import column_block, column_grid
 from nbtrain.errors import InvalidType, InvalidValue, Unavailable
 from nbtrain.ops.linear import (
@@ -11,7 +10,6 @@ from nbtrain.ops.linear import (
     linear_backward_input,
     linear_backward_weight,
     linear_forward,
-    linear_gelu_forward,
     matmul,
 )
 from tests import reference
@@ -247,27 +245,3 @@ def test_rejects_arrays_of_two_devices():
     x, weight, _, _ = inputs(np, np.float32, 3, 4, 5)
     with pytest.raises(InvalidType, match="one device"):
         matmul(cupy.asarray(x), weight)
-
-
-def test_gelu_in_the_product_is_refused_where_it_is_not_fused():
-    x, w, b = randn(np, np.float16, (4, 16), (16, 24), (24,))
-    with pytest.raises(Unavailable, match="Use linear_forward and gelu_forward"):
-        linear_gelu_forward(x, w, b)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_gelu_in_the_product_matches_float64(dtype):
-    """The tanh in the product's epilogue is the instruction's, good to 5e-4: half an fp16 eps."""
-    import cupy
-
-    x, w, b = randn(cupy, dtype, (300, 768), (768, 3072), (3072,))
-    w = (w.astype("f") / 28).astype(dtype)
-    if not fuses_gelu(x, 3072):
-        pytest.skip("products go through CuPy here")
-    y, u = linear_gelu_forward(x, w, b)
-    exact = reference.f64(x) @ reference.f64(w) + reference.f64(b)
-    assert_close(u, exact, dtype, name="u")
-    assert_close(y, reference.gelu(exact), dtype, name="y")
-    again = linear_gelu_forward(x, w, b)
-    assert (again[0] == y).all() and (again[1] == u).all()

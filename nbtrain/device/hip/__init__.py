@@ -24,12 +24,13 @@ from nbtrain.device.hip.vector import (  # noqa: E402
     rsqrt,
     store,
     store8,
+    unpack8,
 )
 from nbtrain.device.packed import make_launch  # noqa: E402
 
 __all__ = [
-    "block_reduce", "block_sums", "compile_for", "cuda", "device_function", "exp2", "kernel", "launch", "load",
-    "load8", "log2", "rcp", "read8", "round8", "rsqrt", "store", "store8",
+    "block_reduce", "block_sums", "compile_for", "cuda", "device_function", "exp2", "kernel", "launch",
+    "load", "load8", "log2", "rcp", "read8", "round8", "rsqrt", "store", "store8", "unpack8",
 ]  # fmt: skip
 
 cuda = numba.hip

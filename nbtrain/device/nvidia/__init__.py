@@ -18,12 +18,13 @@ from nbtrain.device.nvidia.vector import (
     rsqrt,
     store,
     store8,
+    unpack8,
 )
 from nbtrain.device.packed import make_launch
 
 __all__ = [
-    "block_reduce", "block_sums", "compile_for", "cuda", "device_function", "exp2", "kernel", "launch", "load",
-    "load8", "log2", "rcp", "read8", "round8", "rsqrt", "store", "store8",
+    "block_reduce", "block_sums", "compile_for", "cuda", "device_function", "exp2", "kernel", "launch",
+    "load", "load8", "log2", "rcp", "read8", "round8", "rsqrt", "store", "store8", "unpack8",
 ]  # fmt: skip
 
 device_function = cuda.jit(device=True, fastmath=True)

@@ -48,7 +48,7 @@ class Config(NamedTuple):
 
 # By instruction set, then by the largest head dimension that they suit.
 FORWARD = {
-    WGMMA: {64: Config(1, 64, 4), 96: Config(1, 64, 2), 128: Config(1, 64, 2, "tall")},
+    WGMMA: {64: Config(1, 64, 5), 128: Config(1, 64, 2, "tall")},
     MMA: {64: Config(1, 64, 3), 96: Config(1, 64, 2), 128: Config(1, 64, 1)},
 }
 BACKWARD_DQ = {
