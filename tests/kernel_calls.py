@@ -138,7 +138,6 @@ def gelu(dtype):
                     gelu_forward(x, b, **options)
                     gelu_backward(x, x, b, **options)
                     gelu_backward(x, x, b, recompute_out=x, **options)
-                gelu_backward(x, x, bias_in_x=True, recompute_out=x)
 
 
 def dropout(dtype):

@@ -9,7 +9,7 @@ from nbtrain.device.backend import SIMULATED
 BLOCKS = {
     # op: (threads a block, blocks of a persistent grid; 0 where the grid follows the size)
     "layernorm_forward": (192, 0),
-    "layernorm_backward": (384, 396),
+    "layernorm_backward": (192, 660),
     "sum_blocks": (512, 0),
     "linear_bias": (256, 0),
     "linear_dbias": (256, 1056),
@@ -28,7 +28,7 @@ BLOCKS = {
     "batch_check": (256, 132),  # a power of two
     "embedding_decode": (192, 0),
     "attention_decode": (512, 0),
-    "sample": (1024, 0),
+    "sample": (512, 0),
 }
 SIMULATED_BLOCKS = {name: (8, 3 if grid else 0) for name, (_, grid) in BLOCKS.items()}
 
