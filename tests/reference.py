@@ -116,3 +116,22 @@ def vjp(f, args, dy, h=1e-6):
             a[i], g[i] = keep, (up - down) / (2 * h)
         grads.append(g)
     return grads
+
+
+def sample(logits, u, temperature=1.0, top_k=None, top_p=None):
+    """The token of one row of logits (V,) that the uniform number u in [0, 1) picks.
+
+    Kept are the first top_k of the stable order from the largest logit down, then its shortest beginning with
+    the share top_p; the draw walks over what is kept by index."""
+    x = f64(logits)
+    order = np.argsort(-x, kind="stable")
+    if temperature == 0:
+        return int(order[0])
+    p = np.exp((x - x.max()) / temperature)
+    order = order[:top_k]
+    if top_p is not None and top_p < 1:
+        share = np.cumsum(p[order])
+        order = order[: int(np.searchsorted(share, top_p * share[-1])) + 1]
+    kept = np.zeros_like(p)
+    kept[order] = p[order]
+    return int(np.searchsorted(np.cumsum(kept), u * kept.sum(), side="right"))

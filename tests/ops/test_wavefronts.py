@@ -24,7 +24,9 @@ from nbtrain import ops
 from nbtrain.device import SIMULATED, backend, block_max, block_sum, cuda, float32, kernel, launch, tuning
 from nbtrain.device import reduce as row_sums
 from nbtrain.ops import cross_entropy
+from nbtrain.ops.attention_decode import attention_decode
 from nbtrain.ops.global_norm import LOADS
+from nbtrain.ops.sample import sample
 from tests import reference
 from tests.helpers import assert_close, randn
 
@@ -47,6 +49,12 @@ BARRIERS = {
     ("embedding_segments", 0): "every thread reads all tokens of the segment",
     ("embedding_crossing", 0): "the tokens of the round before are read where the next are written",
     ("embedding_crossing", 1): "every thread reads the tokens that all of them fetched",
+    ("attention_decode", 0): "a place's score comes from every thread that shares it",
+    ("attention_decode", 1): "every thread reads the weights of all places",
+    ("attention_decode", 2): "a column's sum comes from every row of threads",
+    ("sample", 0): "each stage of the scan reads the sums of other threads",
+    ("sample", 1): "a sum is read by a thread further on before it grows",
+    ("sample", 2): "each stage reads the sums of the one before, and all threads read the last",
     ("cross_entropy_forward", 0): "the target's logit is read before its gradient is written over it",
 }
 
@@ -373,6 +381,18 @@ def case_embedding():
     dwte, dwpe = np.zeros((6, 16), np.float32), np.empty((300, 16), np.float32)
     ops.embedding_backward(dx, tokens, tokens[0].argsort(kind="stable").astype(np.int32), dwte, dwpe)
     return dwte, dwpe
+
+
+def case_attention_decode():
+    """Several rounds of several places, each shared by several threads."""
+    qkv, k, v = randn(np, np.float32, (2, 48), (2, 1, 70, 16), (2, 1, 70, 16))
+    return (attention_decode(qkv, k, v, np.array([21, 69], np.int32)),)
+
+
+def case_sample():
+    """Draws from rows of equal logits, which every sum of the scan decides."""
+    rng = np.array([1, 2, 0], np.uint32)
+    return (sample(np.zeros((6, 90), np.float32), rng), sample(np.zeros((2, 90), np.float32), rng, top_k=41))
 
 
 def case_cross_entropy_forward():
