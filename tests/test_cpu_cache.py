@@ -1,9 +1,12 @@
 """Compiled CPU code on disk."""
 
 import importlib.util
+import os
+import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,3 +96,36 @@ def test_code_of_other_sources_or_another_key_is_not_loaded(tmp_path, monkeypatc
     assert files.load("another key") is None
     files.flush()
     assert not list(tmp_path.iterdir())
+
+
+DIGEST = """
+import hashlib, sys
+import numpy as np
+sys.path.insert(0, {root!r})
+from nbtrain.ops.cross_entropy import _forward_backward_cpu, cross_entropy_forward_backward
+rng, digest = np.random.default_rng(0), hashlib.sha256()
+for V in (20, 65, 127, 1000):
+    logits = rng.standard_normal((500, V)).astype(np.float32)
+    targets = rng.integers(0, V, 500).astype(np.int32)
+    losses = cross_entropy_forward_backward(logits, targets, np.ones(1, np.float32), vocab_size=V)
+    digest.update(losses.tobytes() + logits.tobytes())
+print(sum(_forward_backward_cpu.compiled.stats.cache_hits.values()), digest.hexdigest())
+"""
+
+
+def test_code_has_the_same_bits_where_it_was_compiled_and_where_it_is_loaded(tmp_path):
+    """A resumed run once had other bits than the process that had compiled the loop: each called another
+    copy of it, and the copies added up rows in another order."""
+    (tmp_path / "cache").mkdir(mode=0o700)
+    script = DIGEST.format(root=str(Path(__file__).parents[1]))
+    environment = os.environ | {"NBTRAIN_CACHE_DIR": str(tmp_path / "cache"), "NBTRAIN_TARGET": "none"}
+    environment.pop("NUMBA_ENABLE_CUDASIM", None)
+    said = []
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=250
+        )
+        assert run.returncode == 0, run.stderr
+        said.append(run.stdout.split())
+    (compiled, bits), (loaded, again) = said
+    assert (compiled, loaded) == ("0", "1") and bits == again

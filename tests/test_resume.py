@@ -173,6 +173,8 @@ def _kill_and_resume(folder, kills, seed):
     said += _finish(_start(out, folder / "train.bin", steps)).splitlines()
     passed_over = sum("passed over" in line for line in said)
     whole, killed = _result(folder / "whole"), _result(out)
+    for a, b in zip(killed[0], whole[0], strict=True):
+        assert a == b, f"the first step that differs; said: {' | '.join(map(str.strip, said))}"
     assert killed == whole and [step for step, *_ in whole[0]] == list(range(1, steps + 1))
     assert whole[2] == steps and len({scale for *_, scale in whole[0]}) > 1
     print(

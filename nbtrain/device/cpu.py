@@ -29,7 +29,7 @@ import scipy
 import scipy.linalg.cython_blas  # noqa: F401  brings the BLAS whose threads are limited below
 from llvmlite import ir
 from numba import njit, prange, types
-from numba.core import caching, cgutils, serialize
+from numba.core import caching, cgutils, codegen, serialize
 from numba.extending import get_cython_function_address, intrinsic
 from threadpoolctl import ThreadpoolController
 
@@ -192,11 +192,38 @@ class _Cache(caching.FunctionCache):
         )
 
 
+class _Library(codegen.JITCodeLibrary):
+    """Machine code that calls its own copies of what it calls.
+
+    A function's object holds copies of its loops and routines, optimized once more with it, as weak symbols.
+    In the process that compiled them numba has loaded the loops' and routines' own objects before, whose
+    symbols win; in one that loads the function from the cache, the copies do. A sum that is vectorized
+    another way has other bits, so copies are made local: they are called in both.
+    """
+
+    def _finalize_final_module(self):
+        for function in self._final_module.functions:
+            if not function.is_declaration and function.linkage == llvmlite.binding.Linkage.linkonce_odr:
+                function.linkage = llvmlite.binding.Linkage.internal
+        super()._finalize_final_module()
+
+
 def _compile(function, **options):
     """`njit` with the cache above: numba's `cache=True` would write beside the source or into a folder of its
     choice."""
     compiled = njit(fastmath=FASTMATH, error_model="numpy", boundscheck=False, **options)(function)
     compiled._cache = _Cache(function)
+    generator, compile_ = compiled.targetctx.codegen(), compiled.compile
+
+    def compile_to_library(signature):
+        before = generator._library_class
+        generator._library_class = _Library
+        try:
+            return compile_(signature)
+        finally:
+            generator._library_class = before
+
+    compiled.compile = compile_to_library
     return compiled
 
 
