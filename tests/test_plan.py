@@ -35,7 +35,20 @@ def ran(config, A, B, T, dtype, remat):
     params, state = init(config, dtype=dtype, device="cpu")
     step, batch = make_train_step(config, TrainConfig(remat=remat)), batch_of(A, B, T, config.vocab_size)
     params, state, _ = donate(step)(params, state, batch)
-    return parts_of(params, state, step, batch, "donate")
+    parts = parts_of(params, state, step, batch, "donate")
+    # Named by nobody but this test: what each part is.
+    n, size = params.layout.size, params.dtype.itemsize
+    want = dict.fromkeys(COUNTED, 0) | {
+        "weights": n * size, "AdamW moments": 8 * n, "gradients": n * size,
+        "fp32 master weights": 0 if dtype == "fp32" else 4 * n, "fp32 sums of gradients": 4 * n * (A > 1),
+        "batches": 2 * 3 * 4 * A * B * T,
+    }  # fmt: skip
+    in_scratch = ("activations", "logits, and a block's own pass", "fp32 embedding gradient")
+    assert {k: v for k, v in parts.items() if k not in in_scratch} == {
+        k: v for k, v in want.items() if k not in in_scratch
+    }
+    assert sum(parts[name] for name in in_scratch) == step.loss_and_grads.__self__._scratch.bytes
+    return parts
 
 
 @pytest.mark.parametrize("logits_bytes", [1 << 30, 1 << 13], ids=["one chunk", "chunks"])
@@ -127,6 +140,19 @@ def test_the_largest_batch_is_the_one_that_trying_each_finds(mode, monkeypatch):
             want = max(B for B in range(1, 120) if need(B, fit.remat) <= vram)
             assert want < 100 and fit.largest.B == want
             assert fit.largest.total == need(want, fit.remat) and fit.smallest.B == 1
+
+
+def test_the_largest_batch_is_found_where_a_larger_one_takes_less():
+    """Where the logits are cut into one chunk more, memory falls."""
+    options = dict(mode="donate", device="cuda", dtype="bf16", evaluate=False)
+    config = GPTConfig.preset("gpt2")
+    need = [plan(config, B=B, remat="full", **options).total for B in range(1, 90)]
+    B, (before, after) = next((B, pair) for B, pair in enumerate(zip(need, need[1:], strict=False), 2)
+                              if pair[1] < pair[0])  # fmt: skip
+    assert after == need[B - 1] < before == need[B - 2]
+    vram = (before + after) // 2
+    (fit,) = fits(config, vram, remat="full", **options)
+    assert fit.largest.B == max(B for B in range(1, 90) if need[B - 1] <= vram) >= B
 
 
 def test_policies_recompute_more_and_take_less():
