@@ -11,6 +11,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from nbtrain.tokenizer import load_tokenizer
 
 VERSION = 2
 TOKENIZER, META, PROGRESS, STDIN = "tokenizer.json", "meta.json", "progress.json", ".stdin.part"
+UNFINISHED = re.compile(rf"\.({TOKENIZER}|{META}|{PROGRESS})\.[0-9a-f]+\.tmp")
 SHARD_TOKENS = 10**8
 COMMIT_S = 2.0  # between two flushes to the disk
 BYTES_A_WORKER = 2**22  # less is encoded before another process has started
@@ -230,6 +232,9 @@ def _write_shards(
 def _earlier(folder: Path, made_from: dict, overwrite: bool) -> tuple[dict | None, dict | None]:
     """What an earlier run of the same inputs and options left: (meta.json of one that finished, None) or
     (None, progress.json of one cut off). Files of another are refused, or removed with `overwrite`."""
+    for entry in list(folder.iterdir()):
+        if UNFINISHED.fullmatch(entry.name):
+            entry.unlink()  # write_atomically was killed
     meta, progress = (_read_json(folder / name) for name in (META, PROGRESS))
     of_us = [found for found in (meta, progress) if found is not None and found.get("from") == made_from]
     if of_us and not overwrite:

@@ -122,7 +122,7 @@ class ShardWriter:
     """Ids, added bit by bit, as token files of `shard_tokens` each in `folder`: <split>_000000.bin, ...
 
     A shard has its name when it is whole; before, it is a hidden .part file. `commit()` returns how far the
-    files on the disk go, as JSON can hold it, and `at=` goes on from there: what came behind it is dropped.
+    files on the disk go, as JSON can hold it, and `at=` goes on from there: what came behind is overwritten.
     """
 
     def __init__(
@@ -192,10 +192,6 @@ class ShardWriter:
         part, whole = self._part(self.finished), self._path(self.finished)
         if self._count and not part.exists() and whole.exists():
             os.replace(whole, part)  # it was finished after the commit
-        keep = {self._path(i).name for i in range(self.finished)} | ({part.name} if self._count else set())
-        for name in shard_names(self._folder, self._split):
-            if name not in keep:
-                (self._folder / name).unlink()
         needed = [(self._path(i), self._shard_tokens) for i in range(self.finished)]
         for path, count in [*needed, (part, self._count)] if self._count else needed:
             n_bytes = path.stat().st_size if path.exists() else 0

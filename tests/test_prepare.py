@@ -312,6 +312,7 @@ def test_a_finished_folder_that_lost_a_file_is_made_again(tmp_path):
     before = contents(out)
     for name in ("train_000000.bin", "tokenizer.json"):
         (out / name).unlink()
+        (out / ".meta.json.0123abcd.tmp").write_text("{")  # of a run that was killed
         prepare(path, out)
         assert contents(out) == before
 
@@ -332,7 +333,8 @@ def test_progress_that_is_damaged_is_not_gone_on_from(tmp_path):
     prepare(path, out)
     whole = contents(out)
     made_from = json.loads(whole["meta.json"])["from"]
-    for wrong in ({}, {"place": [0, 0, 0]}, {"place": 3, "shards": {"train": [0, 0], "val": [0, -1]}}):
+    counts = {"train": [0, 0], "val": [0, -1]}
+    for wrong in ({}, {"place": [0, 0, 0]}, {"place": [0, 0, 0], "shards": counts}):
         (out / "meta.json").unlink()
         (out / "progress.json").write_text(json.dumps({"from": made_from} | wrong))
         prepare(path, out)
@@ -375,7 +377,7 @@ def test_a_run_killed_at_any_moment_ends_at_the_same_bytes(workers, tmp_path):
         return json.loads(path.read_text())["place"][1] if path.exists() else 0
 
     assert not end(begin(tmp_path / "whole"))
-    out, size, places, kills = tmp_path / "out", (tmp_path / "a.jsonl").stat().st_size, [], 0
+    out, size, places = tmp_path / "out", (tmp_path / "a.jsonl").stat().st_size, []
     aims = (None, 0.1, 0.3, 0.6, 0.9) if workers == 1 else (None, 0.1, 0.6)
     for aim in aims:
         process = begin(out)
@@ -383,10 +385,9 @@ def test_a_run_killed_at_any_moment_ends_at_the_same_bytes(workers, tmp_path):
             time.sleep(0.002)
         time.sleep(rng.random() * (0.3 if aim is None else 0.02))
         process.kill()
-        kills += end(process)
-        places.append(place(out))
+        places.append(place(out) if end(process) else size)  # it may have been quicker
     assert not end(begin(out))
-    assert kills >= len(aims) - 1 and places == sorted(places) and len({0, *places}) > len(aims) / 2
+    assert places == sorted(places) and any(0 < at < size for at in places)
     assert contents(out) == contents(tmp_path / "whole")
 
 

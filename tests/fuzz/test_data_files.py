@@ -121,7 +121,7 @@ def library_files(draw):
         if isinstance(at, dict) and draw(st.integers(0, 4)) == 0:
             del at[key]
         else:
-            at[key] = value
+            at[key] = json.loads(json.dumps(value))  # what is drawn is not to change
     content = json.dumps(d).encode()
     return content[: draw(st.just(len(content)) | st.integers(0, len(content)))]
 
