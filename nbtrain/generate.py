@@ -1,6 +1,10 @@
 """Text from a model: one token after the other, each drawn from the logits behind those before it.
 
-Nothing is kept between two tokens: each step computes the whole window, the last `block_size` tokens, again.
+Keys and values of the tokens before are kept (see `nbtrain.decode`), so that a token costs one row of each
+product. The model sees at most block_size tokens, of a longer prompt the last block_size. When a sequence has
+block_size tokens and another is drawn, all but the last block_size // 2 are dropped and those are computed
+anew, at positions from 0 on: so a long text is written from the last block_size // 2 … block_size tokens, and
+pays for the window once in block_size // 2 tokens. A sequence's window depends on its own length alone.
 """
 
 from collections.abc import Iterator
@@ -8,12 +12,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from nbtrain.config import GPTConfig
-from nbtrain.device.place import to_device, to_host, use
+from nbtrain.decode import Decoder
+from nbtrain.device.download import Download
+from nbtrain.device.place import to_device, use
 from nbtrain.errors import InvalidType, InvalidValue
-from nbtrain.model import GPT
-from nbtrain.tree import Layout, Tree
-
-WINDOW_STEP = 64  # windows grow in steps of it, so that few shapes occur
+from nbtrain.ops.sample import bad_logit, check_options, sample
+from nbtrain.tree import Tree
 
 
 def generate(
@@ -26,19 +30,26 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
-) -> np.ndarray:
-    """The prompt and what the model makes of it: (n + max_new_tokens,) int32, or (B, n + max_new_tokens) for
-    B prompts.
+    decoder: Decoder | None = None,
+):
+    """The prompt and what the model makes of it, int32: (n + max_new_tokens,) for one prompt (n,), (B, n +
+    max_new_tokens) for B prompts (B, n), and a list of arrays for a list of prompts of several lengths.
 
     `config` is the one that params were made with: the weights alone do not tell the number of heads.
     `temperature` 0 takes the likeliest token; `top_k` keeps the k likeliest; `top_p` the fewest that reach
-    that probability together (Holtzman et al., 2020). The same seed gives the same tokens.
+    that probability together (Holtzman et al., 2020). The same seed gives the same draws for each place in
+    the batch, whatever the other prompts are. `decoder` is a Decoder of these params and as many sequences as
+    there are prompts, to be used again from call to call: making one takes memory and, on a GPU, a capture.
+    Raises InvalidValue or InvalidType before the first token, and InvalidValue where logits are not finite.
     """
-    ids = _checked_prompt(prompt_ids, config.vocab_size)
-    options: dict = dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    tokens = list(generate_stream(params, config, ids, max_new_tokens=max_new_tokens, **options))
-    fresh = np.array(tokens, np.int32).reshape(-1, *ids.shape[:-1])  # time first: (k,) or (k, B)
-    return np.concatenate([ids, fresh.T], axis=-1)
+    prompts, shape = _checked_prompts(prompt_ids, config.vocab_size)
+    options: dict = dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, decoder=decoder)
+    stream = generate_stream(params, config, prompts, max_new_tokens=max_new_tokens, **options)
+    fresh = np.array(list(stream), np.int32).reshape(-1, len(prompts)).T
+    texts = [np.concatenate(pair) for pair in zip(prompts, fresh, strict=True)]
+    if shape is None:
+        return texts
+    return texts[0] if len(shape) == 1 else np.stack(texts)
 
 
 def generate_stream(
@@ -51,95 +62,108 @@ def generate_stream(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    decoder: Decoder | None = None,
 ) -> Iterator:
-    """`generate`, token by token as they come: int32 scalars for a prompt (n,), (B,) int32 for prompts (B,
-    n)."""
-    ids = _checked_prompt(prompt_ids, config.vocab_size)
-    if params.layout != Layout.of(config.leaves()):
-        raise InvalidValue(
-            f"params have {params.n_params:,} elements in another layout than this config's. Pass the config "
-            "that they were made with."
-        )
+    """`generate`, token by token as they come: int32 scalars for a prompt (n,), (B,) int32 for B prompts.
+
+    On a GPU a token is handed out when the next one has been launched.
+    """
+    prompts, shape = _checked_prompts(prompt_ids, config.vocab_size)
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise InvalidValue(f"max_new_tokens must be an int, 0 or more; got {max_new_tokens!r}.")
-    if not 0 <= temperature < np.inf:
-        raise InvalidValue(f"temperature must be a number, 0 or more; got {temperature!r}.")
-    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
-        raise InvalidValue(f"top_k must be an int, 1 or more, or None; got {top_k!r}.")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise InvalidValue(f"top_p must lie in (0, 1], or be None; got {top_p!r}.")
+    check_options(temperature, top_k, top_p)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise InvalidValue(f"seed must be an int, 0 or more; got {seed!r}.")
-    tokens = _stream(params, config, np.atleast_2d(ids), max_new_tokens, temperature, top_k, top_p, seed)
-    return (token[0] for token in tokens) if ids.ndim == 1 else tokens
-
-
-def _stream(params, config, ids, max_new_tokens, temperature, top_k, top_p, seed):
-    model = GPT(config)
-    rng = np.random.Generator(np.random.PCG64(seed))
-    window = ids[:, -config.block_size :]
-    for _ in range(max_new_tokens):
-        logits = _last_logits(model, params, window)
-        token = np.array([choose(row, rng.random(), temperature, top_k, top_p) for row in logits], np.int32)
-        yield token
-        window = np.concatenate([window, token[:, None]], axis=1)[:, -config.block_size :]
-
-
-def _last_logits(model: GPT, params: Tree, window: np.ndarray) -> np.ndarray:
-    """(B, vocab_size) fp64: the logits behind the last token of each row of `window` (B, n)."""
-    B, n = window.shape
-    T = min(model.config.block_size, -(-n // WINDOW_STEP) * WINDOW_STEP)
-    padded = np.zeros(
-        (B, T), np.int32
-    )  # attention looks back only, so that the padding behind the window is never seen
-    padded[:, :n] = window
-    with use(params.device):
-        logits = model.logits(params, to_device(padded, params.device))[:, n - 1]
-        return to_host(logits).astype(np.float64)
-
-
-def choose(
-    logits: np.ndarray, u: float, temperature: float, top_k: int | None = None, top_p: float | None = None
-) -> int:
-    """The token that the uniform number u in [0, 1) picks by `logits` (V,), the likelier ones first."""
-    bad = ~np.isfinite(logits)
-    if bad.any():
-        at = int(bad.argmax())
+    longest = max(len(prompt) for prompt in prompts) + max_new_tokens
+    need = min(longest, config.block_size)
+    if decoder is None:
+        decoder = Decoder(params, config, len(prompts), need)
+    elif not decoder.serves(params) or decoder.config != config:
+        raise InvalidValue("the decoder was made with other params or another config. Make one for these.")
+    elif decoder.batch_size != len(prompts) or decoder.length < need:
         raise InvalidValue(
-            f"the logit of token {at} is {logits[at]}, so nothing can be drawn: the weights are not finite, "
-            "or too large for their dtype. Take a checkpoint from before the loss was lost."
+            f"the decoder holds {decoder.batch_size} sequences of {decoder.length} tokens; this call needs "
+            f"{len(prompts)} of {need}. Make one with Decoder(params, config, {len(prompts)}, {need})."
         )
-    if temperature == 0:
-        return int(logits.argmax())
-    k = min(top_k or logits.size, logits.size)
-    kept = np.flatnonzero(logits >= np.partition(logits, -k)[-k])  # more than k where logits are equal
-    kept = kept[np.argsort(-logits[kept], kind="stable")[:k]]
-    with np.errstate(under="ignore", over="ignore"):  # a temperature near 0 leaves one token
-        p = np.exp((logits[kept] - logits[kept[0]]) / temperature)
-    cumulative = np.cumsum(p)
-    cumulative /= cumulative[-1]
-    if top_p is not None:
-        n = int(np.searchsorted(cumulative, top_p)) + 1
-        kept, cumulative = kept[:n], cumulative[:n] / cumulative[min(n, len(kept)) - 1]
-    return int(kept[min(int(np.searchsorted(cumulative, u, side="right")), len(kept) - 1)])
+    draw = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+    tokens = _stream(decoder, prompts, max_new_tokens, draw, seed)
+    return (token[0] for token in tokens) if shape is not None and len(shape) == 1 else tokens
 
 
-def _checked_prompt(prompt_ids, vocab_size: int) -> np.ndarray:
-    """The prompt as int32 (n,) or (B, n), n >= 1."""
+def _stream(decoder, prompts, max_new_tokens, draw, seed):
+    block_size, vocab_size = decoder.config.block_size, decoder.config.vocab_size
+    texts = [list(prompt[-block_size:]) for prompt in prompts]  # what the windows are cut from
+    with use(decoder.device):
+        key = to_device(np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, 0], np.uint32), decoder.device)
+    decoder.start(range(len(prompts)), [np.array(text, np.int32) for text in texts])
+    runs_ahead = decoder.device != "cpu"  # the next step is launched before this one's tokens are read
+    pending: Download | None = None
+
+    def arrived(download: Download) -> np.ndarray:
+        tokens = download.wait()
+        for text, token in zip(texts, tokens, strict=True):
+            _check_token(int(token))
+            text.append(int(token))
+            del text[:-block_size]
+        return tokens
+
+    for i in range(max_new_tokens):
+        full = np.flatnonzero(decoder.lengths == decoder.length).tolist()
+        if full:
+            if pending is not None:  # the window ends with it
+                yield arrived(pending)
+                pending = None
+            keep = max(1, block_size // 2)
+            decoder.start(full, [np.array(texts[row][-keep:], np.int32) for row in full])
+        logits = decoder.step()
+        with use(decoder.device):
+            sample(logits, key, vocab_size=vocab_size, site=i, out=decoder.tokens, **draw)
+            download = Download(decoder.tokens)
+        before, pending = (pending, download) if runs_ahead else (download, None)
+        if before is not None:
+            yield arrived(before)
+    if pending is not None:
+        yield arrived(pending)
+
+
+def _check_token(token: int) -> None:
+    if found := bad_logit(token):
+        at, value = found
+        raise InvalidValue(
+            f"the logit of token {at} is {value}, so nothing can be drawn: the weights are not finite, or "
+            "too large for their dtype. Take a checkpoint from before the loss was lost."
+        )
+
+
+def _checked_prompts(prompt_ids, vocab_size: int) -> tuple[list[np.ndarray], tuple[int, ...] | None]:
+    """The prompts, each int32 (n,), n >= 1, and the shape of `prompt_ids`, (n,) or (B, n), or None for a list
+    of prompts of several lengths."""
+    rows = prompt_ids if isinstance(prompt_ids, list | tuple) else [prompt_ids]
+    lengths = {len(row) for row in rows if hasattr(row, "__len__") and np.ndim(row) == 1}
+    if len(lengths) > 1 and all(np.ndim(row) == 1 for row in rows):
+        return [_checked(np.asarray(row), f"prompt_ids[{i}]", vocab_size) for i, row in enumerate(rows)], None
     ids = np.asarray(prompt_ids)
     if ids.ndim not in (1, 2) or ids.size == 0:
         raise InvalidValue(
-            f"prompt_ids must be (n,) or (B, n) with at least one token; got shape {ids.shape}."
+            "prompt_ids must be (n,) or (B, n), or a list of such (n,), with at least one token each; got "
+            f"shape {ids.shape}."
         )
+    ids = _checked(ids, "prompt_ids", vocab_size)
+    return list(np.atleast_2d(ids)), ids.shape
+
+
+def _checked(ids: np.ndarray, name: str, vocab_size: int) -> np.ndarray:
+    if ids.size == 0:
+        raise InvalidValue(f"{name} must have at least one token; got shape {ids.shape}.")
     if ids.dtype.kind not in "iu":
         raise InvalidType(
-            f"prompt_ids must be integers; got {ids.dtype}. A tokenizer's encode makes them from text."
+            f"{name} must be integers; got {ids.dtype}. A tokenizer's encode makes them from text."
         )
     bad = (ids < 0) | (ids >= vocab_size)
     if bad.any():
         at = np.unravel_index(int(bad.argmax()), ids.shape)
         raise InvalidValue(
-            f"prompt_ids[{', '.join(map(str, at))}] is {ids[at]}, outside the vocabulary "
-            f"0..{vocab_size - 1}. Use the tokenizer that the model was trained with."
+            f"{name}[{', '.join(map(str, at))}] is {ids[at]}, outside the vocabulary 0..{vocab_size - 1}. "
+            "Use the tokenizer that the model was trained with."
         )
     return ids.astype(np.int32)

@@ -1,12 +1,13 @@
-import importlib
-
+import ml_dtypes
 import numpy as np
 import pytest
 
 from nbtrain.config import GPTConfig
+from nbtrain.decode import Decoder
 from nbtrain.errors import InvalidType, InvalidValue
-from nbtrain.generate import choose, generate, generate_stream
+from nbtrain.generate import generate, generate_stream
 from nbtrain.model import GPT, init_params
+from tests.helpers import EPS
 
 CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=10, vocab_size=11)
 
@@ -18,21 +19,51 @@ def _params(config=CONFIG, seed=0):
     return params
 
 
-def _greedy(params, ids, n):
-    """The loop without any of generate's means: one row, no padding."""
-    model, ids = GPT(CONFIG), list(ids)
+def _windows(n_prompt, n, block_size):
+    """How many of its last tokens the model sees for each new token."""
+    held = min(n_prompt, block_size)
     for _ in range(n):
-        window = np.array([ids[-CONFIG.block_size :]], np.int32)
-        ids.append(int(np.array(model.logits(params, window)[0, -1]).argmax()))
+        yield held
+        held = held + 1 if held < block_size else max(1, block_size // 2)
+
+
+def _greedy(params, ids, n, config=CONFIG):
+    """The loop without any of generate's means: one row, no cache, each window as a whole.
+
+    Logits of the largest two must differ by more than rounding, or the two ways may differ."""
+    model, ids = GPT(config), list(ids)
+    for held in _windows(len(ids), n, config.block_size):
+        window = np.array([ids[-held:]], np.int32)
+        logits = np.array(model.logits(params, window)[0, -1])
+        assert np.diff(np.sort(logits)[-2:]) > 1e-3, "two logits are too near: take another seed"
+        ids.append(int(logits.argmax()))
     return ids
 
 
-def test_temperature_0_takes_the_likeliest_token_of_the_growing_window():
+def test_temperature_0_takes_the_likeliest_token_of_the_window():
     params = _params()
     prompt = [3, 7, 1]
-    got = generate(params, CONFIG, prompt, max_new_tokens=15, temperature=0)
-    assert got.dtype == np.int32 and got.tolist() == _greedy(params, prompt, 15)
+    got = generate(params, CONFIG, prompt, max_new_tokens=25, temperature=0)
+    assert got.dtype == np.int32 and got.tolist() == _greedy(params, prompt, 25)
     assert len(set(got[3:].tolist())) > 2, "a constant would satisfy this test too"
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+def test_the_smallest_windows(block_size):
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=block_size, vocab_size=11)
+    params = _params(config)
+    got = generate(params, config, [3, 7], max_new_tokens=7, temperature=0)
+    assert got.tolist() == _greedy(params, [3, 7], 7, config)
+
+
+def test_prompts_of_several_lengths_are_written_side_by_side():
+    """One of them is longer than the window, one as long, and they are full at different times."""
+    params = _params()
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 11, n) for n in (1, 13, 10, 4, 9)]
+    got = generate(params, CONFIG, prompts, max_new_tokens=14, temperature=0)
+    for text, prompt in zip(got, prompts, strict=True):
+        assert text.tolist() == _greedy(params, prompt.tolist(), 14)
 
 
 def test_rows_of_a_batch_do_not_see_each_other():
@@ -52,12 +83,21 @@ def test_only_the_last_block_size_tokens_count():
     assert (long[:25] == prompt).all() and (long[25:] == short[CONFIG.block_size :]).all()
 
 
-def test_the_padding_of_windows_is_never_seen(monkeypatch):
+def test_prefilling_in_parts_changes_nothing(monkeypatch):
     params = _params()
-    padded = generate(params, CONFIG, [5], max_new_tokens=12, temperature=0)
-    module = importlib.import_module("nbtrain.generate")  # nbtrain.generate is the function
-    monkeypatch.setattr(module, "WINDOW_STEP", 1)
-    assert (generate(params, CONFIG, [5], max_new_tokens=12, temperature=0) == padded).all()
+    prompts = [[1, 2, 3, 4, 5, 6], [7, 8], [9, 1, 2, 3]]
+    want = generate(params, CONFIG, prompts, max_new_tokens=3, temperature=0)
+    monkeypatch.setattr("nbtrain.decode.PREFILL_TOKENS", 4)
+    monkeypatch.setattr("nbtrain.decode.PREFILL_STEP", 1)
+    got = generate(params, CONFIG, prompts, max_new_tokens=3, temperature=0)
+    assert [x.tolist() for x in got] == [x.tolist() for x in want]
+
+
+def test_a_row_draws_the_same_whatever_the_other_prompts_are():
+    params = _params()
+    alone = generate(params, CONFIG, [4, 2], max_new_tokens=12, seed=9, temperature=2.0)
+    among = generate(params, CONFIG, [[4, 2], [1, 0], [3, 3]], max_new_tokens=12, seed=9, temperature=2.0)
+    assert (among[0] == alone).all() and (among[1, 2:] != among[0, 2:]).any()
 
 
 def test_a_seed_gives_its_tokens_again_and_another_seed_others():
@@ -88,51 +128,6 @@ def test_padded_vocabulary_is_never_drawn():
     assert got.max() < CONFIG.vocab_size and len(set(got.ravel().tolist())) == CONFIG.vocab_size
 
 
-# One draw
-
-
-def _shares(logits, **options):
-    """The share of each token over a fine grid of uniform numbers."""
-    grid = (np.arange(2_000) + 0.5) / 2_000
-    drawn = [choose(np.asarray(logits, np.float64), u, **options) for u in grid]
-    return np.bincount(drawn, minlength=len(logits)) / len(grid)
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_tokens_are_drawn_with_the_probabilities_of_softmax(temperature):
-    logits = np.array([0.3, -1.0, 2.0, 1.9, -50.0])
-    want = np.exp(logits / temperature)
-    assert np.abs(_shares(logits, temperature=temperature) - want / want.sum()).max() < 1e-3
-
-
-def test_top_k_draws_from_exactly_k_tokens_equal_logits_included():
-    shares = _shares([1.0, 2.0, 2.0, 2.0, 0.0], temperature=1.0, top_k=2)
-    assert np.abs(shares - [0, 0.5, 0.5, 0, 0]).max() < 1e-3
-    assert _shares([1.0, 2.0, 2.0], temperature=1.0, top_k=1).tolist() == [0, 1, 0]
-    assert (_shares([1.0, 2.0], temperature=1.0, top_k=9) == _shares([1.0, 2.0], temperature=1.0)).all()
-
-
-def test_top_p_draws_from_the_fewest_tokens_that_reach_p():
-    logits = np.log([0.1, 0.5, 0.15, 0.25])
-    for p, kept in ((0.3, [1]), (0.5001, [1, 3]), (0.76, [1, 2, 3]), (1.0, [0, 1, 2, 3])):
-        shares = _shares(logits, temperature=1.0, top_p=p)
-        want = np.where(np.isin(np.arange(4), kept), np.exp(logits), 0)
-        assert np.abs(shares - want / want.sum()).max() < 2e-3, p
-
-
-def test_extreme_temperatures_stay_finite():
-    assert _shares([1.0, 1.001, -1e30], temperature=1e-30).tolist() == [0, 1, 0]
-    assert np.abs(_shares([5.0, -5.0], temperature=1e30) - 0.5).max() < 1e-3
-    assert choose(np.array([0.0, 1.0]), 1 - 2**-53, 1.0) == 0
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("temperature", [0, 1.0])
-def test_logits_that_are_not_finite_are_named(value, temperature):
-    with pytest.raises(InvalidValue, match=f"logit of token 2 is {value}"):
-        choose(np.array([0, 1, value, 3]), 0.5, temperature)
-
-
 def test_a_lost_model_raises_instead_of_writing():
     params = _params()
     params["lnf_w"][...] = np.nan
@@ -143,8 +138,11 @@ def test_a_lost_model_raises_instead_of_writing():
 @pytest.mark.parametrize(
     "prompt, options, error, message",
     [
-        ([], {}, InvalidValue, r"at least one token; got shape \(0,\)"),
+        ([], {}, InvalidValue, r"at least one token each; got shape \(0,\)"),
         ([[[1]]], {}, InvalidValue, r"got shape \(1, 1, 1\)"),
+        ([[1], [1, 2, 11]], {}, InvalidValue, r"prompt_ids\[1\]\[2\] is 11"),
+        ([[1, 2], []], {}, InvalidValue, r"prompt_ids\[1\] must have at least one token"),
+        ([[1], [0.5, 1.0]], {}, InvalidType, r"prompt_ids\[1\] must be integers"),
         ([1.0], {}, InvalidType, "integers; got float64"),
         ("ROMEO", {}, InvalidValue, "got shape"),
         ([1, 11], {}, InvalidValue, r"prompt_ids\[1\] is 11, outside the vocabulary 0..10"),
@@ -168,3 +166,57 @@ def test_the_config_of_another_model_is_refused():
     other = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=10, vocab_size=11)
     with pytest.raises(InvalidValue, match="another layout"):
         generate(_params(), other, [1], max_new_tokens=1)
+
+
+# The decoder
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_logits_are_those_of_the_whole_forward_pass(dtype):
+    """16-bit weights are widened on the CPU, where the whole pass rounds every activation to 16 bits: two
+    layers and the vocabulary product leave a few eps of the largest logit."""
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=24, vocab_size=50)
+    master, _ = init_params(config, 3)
+    params = type(master)(master.layout, (master.buffer * 3).astype(dtype))
+    tokens = np.random.default_rng(0).integers(0, 50, (2, 20)).astype(np.int32)
+    want = np.array(GPT(config).logits(params, tokens)).astype(np.float64)
+    decoder = Decoder(params, config, 2)
+    decoder.start([0, 1], [tokens[0, :1], tokens[1, :7]])
+    at, limit = np.array([0, 6]), 16 * EPS[np.dtype(dtype)] * np.abs(want).max()
+    for _ in range(12):
+        decoder.tokens[...] = tokens[[0, 1], at]
+        got = np.array(decoder.step())[:, :50]
+        assert np.abs(got - want[[0, 1], at]).max() < limit
+        at += 1
+    assert decoder.lengths.tolist() == at.tolist()
+
+
+def test_a_decoder_serves_call_after_call():
+    params = _params()
+    decoder = Decoder(params, CONFIG, 2)
+    prompts = [[4, 2, 9], [1, 0, 5]]
+    for prompt in (prompts, prompts[::-1], prompts):
+        got = generate(params, CONFIG, prompt, max_new_tokens=12, temperature=0, decoder=decoder)
+        assert (got == generate(params, CONFIG, prompt, max_new_tokens=12, temperature=0)).all()
+
+
+def test_a_decoder_that_does_not_fit_is_refused():
+    params, other = _params(), _params(seed=1)
+    with pytest.raises(InvalidValue, match="other params"):
+        generate(params, CONFIG, [1], max_new_tokens=1, decoder=Decoder(other, CONFIG, 1))
+    with pytest.raises(InvalidValue, match="2 sequences of 10 tokens; this call needs 1 of 4"):
+        generate(params, CONFIG, [1, 2, 3], max_new_tokens=1, decoder=Decoder(params, CONFIG, 2))
+    with pytest.raises(InvalidValue, match="1 sequences of 3 tokens; this call needs 1 of 4"):
+        generate(params, CONFIG, [1, 2, 3], max_new_tokens=1, decoder=Decoder(params, CONFIG, 1, 3))
+    with pytest.raises(InvalidValue, match="length must be an int in 1 … 10; got 11"):
+        Decoder(params, CONFIG, 1, 11)
+
+
+def test_a_full_cache_is_refused():
+    decoder = Decoder(_params(), CONFIG, 1, 2)
+    decoder.start([0], [np.array([1, 2], np.int32)])
+    decoder.step()
+    with pytest.raises(InvalidValue, match="all 2 tokens that the cache holds"):
+        decoder.step()
+    with pytest.raises(InvalidValue, match="1 … 2 tokens; got 3 for row 0"):
+        decoder.start([0], [np.array([1, 2, 3], np.int32)])

@@ -15,7 +15,7 @@ LAYERS = [
     {"documents"},
     {"encoding"},
     {"prepare"},
-    {"text", "precision", "optim", "data", "model", "monitor", "speed"},
+    {"text", "precision", "optim", "data", "decode", "model", "monitor", "speed"},
     {"train"},
     {"checkpoint", "generate", "log", "plan"},
     {"checkpoints", "huggingface"},

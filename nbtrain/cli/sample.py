@@ -9,13 +9,20 @@ import typer
 from nbtrain.cli.app import command
 from nbtrain.errors import InvalidValue
 
+MOST_PROMPT_BYTES = 16 << 20  # of a file of prompts
+
 
 @command
 def sample(
     directory: Annotated[Path, typer.Argument(help="Folder of a run or a checkpoint.")],
     prompt: Annotated[
-        str | None, typer.Option(help="Text to go on with.", show_default="a line's beginning")
+        list[str] | None,
+        typer.Option(help="Text to go on with; several are written at once.", show_default="a new line"),
     ] = None,
+    prompts_file: Annotated[
+        Path | None, typer.Option(help="A text file with a prompt on each line, instead.")
+    ] = None,
+    num_samples: Annotated[int, typer.Option(help="Texts for each prompt.", min=1)] = 1,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to add.")] = 400,
     temperature: Annotated[
         float, typer.Option(help="Below 1 likelier tokens are favoured; 0 takes the likeliest.")
@@ -27,21 +34,41 @@ def sample(
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda:0, hip:0 or auto.")] = "auto",
 ) -> None:
-    """Print text that a model writes.
+    """Print text that a model writes: one as it comes, several when they are done.
 
     Example: nbtrain sample runs/demo --prompt "ROMEO" --max-new-tokens 200
     """
+    if prompt and prompts_file is not None:
+        raise typer.BadParameter("give --prompt or --prompts-file, not both.")
     from nbtrain.checkpoint import load
 
+    prompts = prompt if prompts_file is None else read_prompts(prompts_file)
     checkpoint = load(directory, device)
     if checkpoint.tokenizer is None:
         raise InvalidValue(
             f"{checkpoint.meta['path']} holds no tokenizer, so its tokens are no text here. Use "
             "nbtrain.generate on ids."
         )
-    print_sample(
-        checkpoint, prompt, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
-    )
+    options = dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    if num_samples == 1 and len(prompts or [""]) == 1:
+        print_sample(checkpoint, prompts[0] if prompts else None, max_new_tokens, **options)
+    else:
+        repeated = [text for text in prompts or [None] for _ in range(num_samples)]
+        print_samples(checkpoint, repeated, max_new_tokens, **options)
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The lines of a text file that are not empty."""
+    n_bytes = path.stat().st_size
+    if n_bytes > MOST_PROMPT_BYTES:
+        raise InvalidValue(f"{path}: expected at most {MOST_PROMPT_BYTES} bytes of prompts; got {n_bytes}.")
+    try:
+        prompts = [line for line in path.read_text("utf-8").split("\n") if line]
+    except UnicodeDecodeError as error:
+        raise InvalidValue(f"{path}: expected UTF-8 text; {error}. Save it as UTF-8.") from None
+    if not prompts:
+        raise InvalidValue(f"{path}: expected a prompt on each line; the file has none.")
+    return prompts
 
 
 def print_sample(checkpoint, prompt: str | None, max_new_tokens: int, **options) -> None:
@@ -49,14 +76,8 @@ def print_sample(checkpoint, prompt: str | None, max_new_tokens: int, **options)
     from nbtrain.generate import generate_stream
 
     tokenizer = checkpoint.tokenizer
-    if prompt is None:
-        try:
-            ids = tokenizer.encode("\n")
-        except InvalidValue:  # a vocabulary without lines
-            ids = [0]
-    else:
-        ids = tokenizer.encode(prompt)
-        print(printable(prompt), end="", flush=True)
+    ids = _ids(tokenizer, prompt)
+    print(printable(prompt or ""), end="", flush=True)
     printed, tokens = 0, []
     stream = generate_stream(
         checkpoint.params, checkpoint.config, ids, max_new_tokens=max_new_tokens, **options
@@ -68,6 +89,28 @@ def print_sample(checkpoint, prompt: str | None, max_new_tokens: int, **options)
         print(printable(whole[printed:]), end="", flush=True)
         printed = max(printed, len(whole))
     print(printable(tokenizer.decode(tokens)[printed:]) if tokens else "")
+
+
+def print_samples(checkpoint, prompts: list[str | None], max_new_tokens: int, **options) -> None:
+    """Writes a text for each prompt at the same time, and prints them one after the other under numbers."""
+    from nbtrain.generate import generate
+
+    tokenizer = checkpoint.tokenizer
+    ids = [_ids(tokenizer, prompt) for prompt in prompts]
+    texts = generate(checkpoint.params, checkpoint.config, ids, max_new_tokens=max_new_tokens, **options)
+    for i, (prompt, prompt_ids, text) in enumerate(zip(prompts, ids, texts, strict=True), 1):
+        fresh = tokenizer.decode(text[len(prompt_ids) :])
+        print(f"--- {i}\n{printable((prompt or '') + fresh)}")
+
+
+def _ids(tokenizer, prompt: str | None):
+    """The prompt's ids; a new line's where there is none."""
+    if prompt is not None:
+        return tokenizer.encode(prompt)
+    try:
+        return tokenizer.encode("\n")
+    except InvalidValue:  # a vocabulary without lines
+        return [0]
 
 
 def printable(text: str) -> str:

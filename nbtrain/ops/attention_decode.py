@@ -1,7 +1,7 @@
 """Attention of one new token a sequence to the keys and values that are kept of the tokens before it.
 
     k_cache[b, h, n] = k[b, h]      v_cache[b, h, n] = v[b, h]      n = lengths[b]
-    y[b, h] = sum_{i <= n} p_i v_cache[b, h, i]                     p = softmax_i(sm_scale * q[b, h] k_cache[b, h, i])
+    y[b, h] = sum_{i <= n} p_i v_cache[b, h, i]          p = softmax_i(sm_scale * q[b, h] k_cache[b, h, i])
 
 qkv: (B, 3C) holds q, k and v of the new tokens side by side, each with its H heads of D = C / H side by side.
 k_cache, v_cache: (B, H, T, D), room for T tokens, written at place n of each sequence; what lies behind it is

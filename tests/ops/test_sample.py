@@ -158,7 +158,7 @@ def test_rejects_what_it_cannot_take(xp):
         sample(logits.astype(np.int32), rng)
     with pytest.raises(InvalidType, match="rng int64"):
         sample(logits, rng.astype(np.int64))
-    for options, name in ((dict(temperature=-1.0), "temperature"), (dict(temperature=np.nan), "temperature"),
-                          (dict(top_k=0), "top_k"), (dict(top_p=0.0), "top_p"), (dict(top_p=1.5), "top_p")):  # fmt: skip
-        with pytest.raises(InvalidValue, match=name):
+    wrong = dict(temperature=-1.0), dict(temperature=np.nan), dict(top_k=0), dict(top_p=0.0), dict(top_p=1.5)
+    for options in wrong:
+        with pytest.raises(InvalidValue, match=next(iter(options))):
             sample(logits, rng, **options)
