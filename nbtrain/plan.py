@@ -138,12 +138,8 @@ class Fit(NamedTuple):
     smallest: Plan  # with B = 1
 
 
-def fastest(found: list[Fit], B: int | None = None) -> Plan | None:
-    """The fastest plan that fits, by `Plan.speed`; with `B`, that of the policy that recomputes least among
-    those that fit it. None where nothing fits."""
-    if B is not None:
-        fitting = [fit for fit in found if fit.largest is not None and fit.largest.B >= B]
-        return min(fitting, key=lambda fit: fit.smallest.recomputed).largest if fitting else None
+def fastest(found: list[Fit]) -> Plan | None:
+    """The fastest plan that fits, by `Plan.speed`; None where nothing fits."""
     plans = [fit.largest for fit in found if fit.largest is not None]
     return max(plans, key=lambda plan: plan.speed, default=None)
 

@@ -614,6 +614,16 @@ def test_plan_says_that_nothing_fits_and_the_smallest_need(nb):
     assert int(re.findall(r"^total +([\d,]+) MB", out, re.M)[0].replace(",", "")) > 1000
 
 
+def test_plan_of_a_batch_takes_the_policy_that_recomputes_least(nb):
+    size = "--preset gpt2 --n-layer 4 --vram 4GB --device cuda".split()
+    _, out, _ = nb("plan", *size)
+    largest = {remat: int(B) for remat, B in re.findall(r"^(none|every:2|full) +(\d+) ", out, re.M)}
+    code, out, _ = nb("plan", *size, "--batch-size", largest["none"] + 1)
+    assert code == 0 and f"the fastest that fits: --batch-size {largest['none'] + 1} --remat every:2" in out
+    code, out, _ = nb("plan", *size, "--batch-size", 4 * largest["full"])
+    assert code == 1 and f"The least that B = {4 * largest['full']} takes, with remat " in out
+
+
 def test_plan_of_one_batch_needs_no_card(nb):
     code, out, _ = nb("plan", *"--batch-size 4 --remat every:3 --n-layer 6 --device cuda".split())
     assert code == 0 and "B = 4, remat every:3:" in out and "largest B" not in out

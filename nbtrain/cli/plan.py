@@ -75,42 +75,34 @@ def plan(
     if card is None and batch_size is None:
         raise typer.BadParameter("give --vram, --batch-size or both: there is no GPU here to plan for.")
     if batch_size is not None:
-        make_plan(config, B=batch_size, remat=remat or "none", **options)  # what is wrong with it is said now
-    print(describe(config))
-
-    chosen = None
-    if card is not None:
-        found = fits(config, card, remat=remat, **options)
-        first = found[0].smallest
-        print(f"{_how(first, evaluate)}, on a card of {card / 1e6:,.0f} MB:\n")
-        print(f"{'remat':10} {'largest B':>9} {'memory MB':>10} {'recomputed blocks':>18} {'speed':>6}")
-        for fit in found:
-            told, blocks = fit.largest, f"{fit.smallest.recomputed} of {config.n_layer}"
-            if told is None:
-                print(f"{fit.remat:10} {'none':>9} {'':10} {blocks:>18}")
-            else:
-                print(f"{fit.remat:10} {told.B:9,} {told.total / 1e6:10,.0f} {blocks:>18} {told.speed:6.2f}")
-        print("\nspeed: an estimate, of tokens/s beside a large batch without recomputation\n")
-        chosen = fastest(found, batch_size)
-    if card is not None and chosen is None:
-        need = min(
-            (
-                make_plan(config, B=1 if batch_size is None else batch_size, remat=fit.remat, **options)
-                for fit in found
-            ),
-            key=lambda plan: plan.total,
-        )
-        print(f"Nothing fits. The least that B = {need.B} takes, with remat {need.remat}:\n\n{need}")
-        raise typer.Exit(1)
-    if chosen is not None:
-        B, policy = batch_size or chosen.B, chosen.remat
-        shown = make_plan(config, B=B, remat=policy, **options)
-        print(f"the fastest that fits: --batch-size {B} --remat {policy}\n")
-    else:
-        assert batch_size is not None
         shown = make_plan(config, B=batch_size, remat=remat or "none", **options)
-        print(f"{_how(shown, evaluate)}, B = {shown.B}, remat {shown.remat}:\n")
-    print(shown)
+    print(describe(config))
+    if card is None:
+        print(f"{_how(shown, evaluate)}, B = {shown.B}, remat {shown.remat}:\n\n{shown}")
+        return
+
+    found = fits(config, card, remat=remat, **options)
+    print(f"{_how(found[0].smallest, evaluate)}, on a card of {card / 1e6:,.0f} MB:\n")
+    print(f"{'remat':10} {'largest B':>9} {'memory MB':>10} {'recomputed blocks':>18} {'speed':>6}")
+    for fit in found:
+        told, blocks = fit.largest, f"{fit.smallest.recomputed} of {config.n_layer}"
+        if told is None:
+            print(f"{fit.remat:10} {'none':>9} {'':10} {blocks:>18}")
+        else:
+            print(f"{fit.remat:10} {told.B:9,} {told.total / 1e6:10,.0f} {blocks:>18} {told.speed:6.2f}")
+    print("\nspeed: an estimate, of tokens/s beside a large batch without recomputation\n")
+
+    B = 1 if batch_size is None else batch_size
+    asked = [make_plan(config, B=B, remat=fit.remat, **options) for fit in found]
+    if batch_size is None:
+        chosen = fastest(found)
+    else:  # those that recompute least stand first
+        chosen = next((plan for plan in asked if plan.total <= card), None)
+    if chosen is None:
+        need = min(asked, key=lambda plan: plan.total)
+        print(f"Nothing fits. The least that B = {B} takes, with remat {need.remat}:\n\n{need}")
+        raise typer.Exit(1)
+    print(f"the fastest that fits: --batch-size {chosen.B} --remat {chosen.remat}\n\n{chosen}")
 
 
 def _how(plan, evaluate: bool) -> str:
