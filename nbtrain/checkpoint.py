@@ -13,6 +13,7 @@ absent. Nothing is unpickled. What is damaged is named, and nothing of it is use
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -377,6 +378,7 @@ def _flush_folder(folder: Path) -> None:
 # checkpoint.json
 
 
+@functools.cache  # looking them up takes as long as copying a small model
 def _versions() -> dict[str, str]:
     versions = {"nbtrain": nbtrain.__version__, "python": sys.version.split()[0]}
     for name in LIBRARIES + GPU_LIBRARIES:
