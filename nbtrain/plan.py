@@ -34,9 +34,9 @@ from nbtrain.train import (
 )
 from nbtrain.tree import Layout, Tree
 
-# The driver's context, CuPy's and cuBLAS's code, this library's kernels and the graph: what the card's memory
-# rises by beside arrays, on an H200. Of a process on the CPU: the interpreter, the libraries, compiled code.
-CONTEXT_BYTES = {"cuda": 560_000_000, "hip": 560_000_000, "cpu": 400_000_000}
+# What a card's memory rises by beside arrays: the driver's context, CuPy's and cuBLAS's code, this library's
+# kernels and the graph, on an H200. On the CPU: interpreter and libraries, once twins are compiled.
+CONTEXT_BYTES = {"cuda": 560_000_000, "hip": 560_000_000, "cpu": 200_000_000}
 MODES = ("auto", "pure", "donate", "capture")
 MOST_ABOVE = 16  # values of B that are looked at above the one that a search found
 MOST_VRAM = 16 << 40
