@@ -171,6 +171,8 @@ def test_reading_goes_on_from_any_place_with_the_same_parts(tmp_path, monkeypatc
     for i in range(3):
         (tmp_path / f"{i}.txt").write_text(prose(i, 3000).replace("fox", "fuchs🦊"))
         write_lines(tmp_path / f"{i}.jsonl", [prose(j, 150) for j in range(20)])
+    table = pytest.importorskip("pyarrow").table({"text": [prose(j, 150) for j in range(40)]})
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "3.parquet", row_group_size=7)
     inputs = find_inputs([tmp_path], None)
     measured = measure(inputs, "text", quiet)
     segments, _ = plan(inputs, measured, Fraction(1, 10))
