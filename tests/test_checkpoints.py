@@ -241,7 +241,7 @@ def test_a_crash_at_any_moment_of_saving_and_pruning_loses_nothing(tmp_path):
     lines = run.stdout.splitlines()
     rows = [tuple(map(int, line.split()[1:])) for line in lines if line.startswith("crash")]
     # Either the new one is whole or the one before is there; both occurred.
-    assert {row[1:] for row in rows} == {(9, 0), (9, 10), (0, 10)} and len(rows) > 30
+    assert {row[1:] for row in rows} == {(9, 0), (9, 10), (0, 10)} and len(rows) > 12
     assert any("did not finish" in line for line in lines)
     last = checkpoints.newest("cpu").opt_state.step.item()
     assert _steps(tmp_path) == [f"step_{step:08d}" for step in (last - 10, last)]
