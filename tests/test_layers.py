@@ -17,7 +17,7 @@ LAYERS = [
     {"prepare"},
     {"text", "precision", "optim", "data", "decode", "model", "monitor", "speed"},
     {"train"},
-    {"checkpoint", "generate", "log", "plan"},
+    {"checkpoint", "evaluation", "generate", "log", "plan"},
     {"checkpoints", "huggingface"},
     {"run", "doctor", "verify"},
     {"cli"},

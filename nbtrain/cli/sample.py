@@ -105,7 +105,7 @@ def print_samples(checkpoint, prompts: list[str | None], max_new_tokens: int, **
 
 def _ids(tokenizer, prompt: str | None):
     """The prompt's ids; a new line's where there is none."""
-    if prompt is not None:
+    if prompt:
         return tokenizer.encode(prompt)
     try:
         return tokenizer.encode("\n")

@@ -1,4 +1,4 @@
-"""Decoding on a GPU: the captured step against the whole forward pass at GPT-2's size, and against the CPU."""
+"""Decoding on a GPU: the captured step against the whole forward pass at GPT-2's size, and the CPU."""
 
 import ml_dtypes
 import numpy as np
@@ -45,7 +45,7 @@ def test_logits_are_those_of_the_whole_forward_pass(dtype):
     "options", [dict(temperature=0), dict(top_k=20, top_p=0.9, temperature=1.2)], ids=str
 )
 def test_texts_are_those_of_the_cpu(options):
-    """In fp32, longer than the window, prompts of several lengths; weights far apart, so that no two logits are
+    """In fp32, longer than the window, prompts of several lengths; large weights, so that no two logits are
     near each other."""
     params, _ = init_params(SMALL)
     params.buffer[...] *= 10

@@ -1,0 +1,139 @@
+"""nbtrain sample with several prompts, and nbtrain eval on text and questions."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from nbtrain.checkpoint import save
+from nbtrain.cli import main
+from nbtrain.config import GPTConfig
+from nbtrain.evaluation import loss_of_tokens
+from nbtrain.generate import generate
+from nbtrain.model import init_params
+from nbtrain.tokenizer import ByteTokenizer, CharTokenizer
+
+CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=12, vocab_size=256)
+
+
+@pytest.fixture
+def nb(capsys):
+    """Runs a command in this process: (exit code, stdout, stderr)."""
+
+    def run(*args):
+        with pytest.raises(SystemExit) as end:
+            main([str(arg) for arg in args])
+        code = end.value.code
+        return (0 if code is None else code), *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def model(tmp_path):
+    """(folder of a checkpoint, its params)"""
+    params, _ = init_params(CONFIG)
+    params.buffer[...] *= 10
+    save(tmp_path / "model", params, config=CONFIG, tokenizer=ByteTokenizer())
+    return tmp_path / "model", params
+
+
+def test_several_prompts_are_written_side_by_side(model, nb):
+    folder, params = model
+    options = ("--max-new-tokens", 9, "--temperature", 0, "--device", "cpu")
+    code, out, err = nb("sample", folder, "--prompt", "abc", "--prompt", "z", *options)
+    assert code == 0 and not err
+    tokenizer = ByteTokenizer()
+    texts = generate(params, CONFIG, [[97, 98, 99], [122]], max_new_tokens=9, temperature=0)
+    printed = re.split(r"^--- \d+\n", out, flags=re.M)[1:]
+    assert len(printed) == 2 and printed[0].startswith("abc") and printed[1].startswith("z")
+    for text, shown in zip(texts, printed, strict=True):
+        visible = re.findall(r"[!-~]", tokenizer.decode(text))
+        assert re.findall(r"[!-~]", shown) == visible and len(visible) > 1
+
+
+def test_prompts_come_from_a_file_and_samples_in_number(model, nb, tmp_path):
+    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
+    command = ("sample", model[0], "--prompts-file", tmp_path / "prompts.txt", "--num-samples", 3)
+    code, out, _ = nb(*command, "--max-new-tokens", 5, "--device", "cpu")
+    begun = re.findall(r"^--- (\d)\n(one|two)", out, re.M)
+    assert code == 0 and begun == [(str(i), "one" if i < 4 else "two") for i in range(1, 7)]
+
+
+def test_samples_of_one_prompt_differ(model, nb):
+    command = ("sample", model[0], "--prompt", "x", "--num-samples", 2, "--temperature", 3)
+    _, out, _ = nb(*command, "--max-new-tokens", 30, "--device", "cpu")
+    first, second = re.split(r"^--- \d+\n", out, flags=re.M)[1:]
+    assert first != second
+
+
+def test_several_texts_are_stripped_of_what_a_terminal_would_obey(nb, tmp_path):
+    config = GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=3)
+    save(tmp_path / "m", init_params(config)[0], config=config, tokenizer=CharTokenizer("\x1b[a"))
+    code, out, _ = nb("sample", tmp_path / "m", "--prompt", "\x1b[a", "--num-samples", 2, "--device", "cpu")
+    assert code == 0 and "\x1b" not in out and out.count("[") > 20
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"\xff\xfe", "expected UTF-8 text"),
+        (b"\n\n", "expected a prompt on each line"),
+        (None, "prompts.txt"),
+    ],
+)
+def test_a_file_of_prompts_that_is_none_is_named(model, nb, tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "prompts.txt").write_bytes(content)
+    code, _, err = nb("sample", model[0], "--prompts-file", tmp_path / "prompts.txt", "--device", "cpu")
+    assert code == 1 and "prompts.txt" in err and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["sample", "m", "--prompt", "a", "--prompts-file", "b"], "not both"),
+        (["sample", "m", "--num-samples", "0"], "--num-samples"),
+        (["eval", "m"], "give at least one of --data, --text and --choices"),
+        (["eval", "m", "--text", "a", "--batch-size", "0"], "--batch-size"),
+    ],
+)
+def test_wrong_usage_exits_with_2(nb, args, message):
+    code, _, err = nb(*args)
+    assert code == 2 and message in re.sub(r"[\s│]+", " ", err)
+
+
+def test_eval_tells_the_loss_of_a_text(model, nb, tmp_path):
+    folder, params = model
+    (tmp_path / "text.txt").write_text("Grüße und noch etwas Text.\n")
+    code, out, err = nb("eval", folder, "--text", tmp_path / "text.txt", "--device", "cpu")
+    assert code == 0, err
+    want = loss_of_tokens(params, CONFIG, ByteTokenizer().encode((tmp_path / "text.txt").read_text()))
+    n_bytes = want.n_tokens + 1
+    bits = want.loss * want.n_tokens / n_bytes / np.log(2)
+    told = f"loss {want.loss:.4f} nats per token, perplexity {want.perplexity:.2f}, {bits:.4f} bits per byte"
+    assert told in out and out.endswith(f"{want.n_tokens} tokens, {n_bytes} bytes\n")
+
+
+def test_eval_tells_the_accuracy_on_questions(model, nb, tmp_path):
+    path = tmp_path / "questions.jsonl"
+    rows = [{"ctx": "ab", "endings": ["c", "defgh"], "label": i % 2} for i in range(4)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    code, out, err = nb("eval", model[0], "--choices", path, "--device", "cpu")
+    assert code == 0 and out == f"{path}: acc 0.5000, acc_norm 0.5000, 4 questions\n", err
+
+
+def test_eval_names_file_and_line_of_what_it_cannot_use(nb, tmp_path):
+    config = GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=4)
+    save(tmp_path / "m", init_params(config)[0], config=config, tokenizer=CharTokenizer(" abc"))
+    bad = {"ctx": "a", "endings": ["b", "Ω"], "label": 0}
+    (tmp_path / "q.jsonl").write_text(json.dumps({**bad, "endings": ["b", "c"]}) + "\n" + json.dumps(bad))
+    code, _, err = nb("eval", tmp_path / "m", "--choices", tmp_path / "q.jsonl", "--device", "cpu")
+    assert code == 1 and "q.jsonl:2: unknown character 'Ω'" in err and err.count("\n") == 1
+    (tmp_path / "t.txt").write_text("abx")
+    code, _, err = nb("eval", tmp_path / "m", "--text", tmp_path / "t.txt", "--device", "cpu")
+    assert code == 1 and "t.txt: unknown character 'x'" in err
+    save(tmp_path / "n", init_params(config)[0], config=config)
+    code, _, err = nb("eval", tmp_path / "n", "--text", tmp_path / "t.txt", "--device", "cpu")
+    assert code == 1 and "holds no tokenizer" in err
