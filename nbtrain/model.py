@@ -118,11 +118,14 @@ class GPT:
         N, dtype, scratch = B * T, params.dtype, self._memory(params)
         blocks, grads = p.sections("blocks"), g.sections("blocks")
 
+        chunks = self._row_chunks(N, dtype)
+        of_blocks = (8 if self._light else 4) * C * N  # act, dfc
+        largest = max(chunks[0].stop * cfg.padded_vocab_size, of_blocks)
+        scratch("logits", (largest,), dtype)  # at once, or it would be taken again when it grows
         f, x2 = self._blocks(p, batch.tokens, rng)
         hf, mean, rstd, x = self._last_norm(p, f, x2)
         losses, targets = scratch("losses", (N,), np.float32), batch.targets.reshape(N)
         dh = scratch("branch", (N, C), dtype)  # what a forward pass calls branch has been read
-        chunks = self._row_chunks(N, dtype)
         # Several chunks add up in fp32, so that the embedding's gradient is rounded once.
         dwte = g.wte if len(chunks) == 1 else scratch("dwte", g.wte.shape, np.float32)
         for rows in chunks:
@@ -135,14 +138,9 @@ class GPT:
         loss_sum = sum_losses(losses)
         dx = hf  # whose last use was the product before
         layernorm_backward(
-            dh,
-            x,
-            p.lnf_w,
-            mean,
-            rstd,
-            dx_sum=self._bias_gradient(grads[-1].out_b),
+            dh, x, p.lnf_w, mean, rstd, dx_sum=self._bias_gradient(grads[-1].out_b),
             out=(dx, g.lnf_w, g.lnf_b),
-        )
+        )  # fmt: skip
         for i in reversed(range(cfg.n_layer)):
             if self.every and (i + 1) % self.every == 0 and i + 1 < cfg.n_layer:
                 self._recompute(p, range(i + 1 - self.every, i + 1), B, T, dtype, rng)
@@ -277,9 +275,11 @@ class GPT:
         )
         attention_backward(
             dh.reshape(B, T, C), a.qkv.reshape(B, T, 3 * C), a.att.reshape(B, T, C), a.lse, H,
-            out=dqkv.reshape(B, T, 3 * C), **self._attention_dropout(i, T, rng),
+            dbias=g.qkv_b if self._light else None, out=dqkv.reshape(B, T, 3 * C),
+            **self._attention_dropout(i, T, rng),
         )  # fmt: skip
-        linear_backward(dqkv, a.h1, w.qkv_w, out=(dh, g.qkv_w, g.qkv_b))
+        dbias = None if self._light else g.qkv_b
+        linear_backward(dqkv, a.h1, w.qkv_w, bias=not self._light, out=(dh, g.qkv_w, dbias))
         layernorm_backward(
             dh, a.x1, w.ln1_w, a.mean1, a.rstd1, dresidual=dx,
             dx_sum=g_before and self._bias_gradient(g_before.out_b), out=(dx, g.ln1_w, g.ln1_b),

@@ -439,7 +439,7 @@ class CapturedStep:
             out = params, state.master, state.m, state.v
 
             def warm_up():
-                """A step without a target, which updates nothing. Before it the gradients alone, with targets:
+                """A step without a target, which updates nothing. Before it gradients with targets alone:
                 products are measured on numbers, since zeros take less power."""
                 self._step._gradients(params, state, buffers)
                 targets = buffers.targets.copy()

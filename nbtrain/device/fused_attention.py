@@ -8,6 +8,7 @@ from nbtrain.device.arrays import aligned, bfloat16, is_cupy
 from nbtrain.device.backend import TARGET
 from nbtrain.device.outline import Outline
 from nbtrain.device.place import say_once
+from nbtrain.device.reduce import sum_rows
 from nbtrain.errors import InvalidValue, Unavailable
 
 HEAD_DIMS = (32, 64, 80, 96, 128)
@@ -18,8 +19,8 @@ def fused_attention(qkv, H: int, sm_scale, dropout: float = 0.0):
     """The module with a vendor's kernels where they suit these arguments, else None.
 
     It has `flash_forward(qkv, H, sm_scale, out, lse)`, `flash_backward(dout, qkv, out, lse, H, sm_scale,
-    dqkv)`. What was chosen on a GPU is said once, with the reason; NBTRAIN_ATTENTION = fused or portable
-    takes one by name.
+    dqkv, dbias=None)`. What was chosen on a GPU is said once, with the reason; NBTRAIN_ATTENTION = fused or
+    portable takes one by name.
     """
     if not is_cupy(qkv):
         return None
@@ -65,6 +66,16 @@ def stats_shape(B: int, T: int, H: int) -> tuple[int, int, int]:
     return 2, B * H, -(-T // STATS_ROWS) * STATS_ROWS
 
 
+def row_groups(T: int) -> int:
+    """Groups of 16 rows, in whole 64, of a sequence."""
+    return -(-T // 64) * 4
+
+
+def sums_shape(B: int, T: int, C: int) -> tuple[int, int]:
+    """Of the fp32 array that the backward pass leaves the sums of 16 rows of dqkv in, where asked for."""
+    return B * row_groups(T), 3 * C
+
+
 class _Planned:
     """The fused kernels as a planned step sees them: what they allocate."""
 
@@ -73,9 +84,12 @@ class _Planned:
         pass
 
     @staticmethod
-    def flash_backward(dout, qkv, out, lse, H, sm_scale, dqkv) -> None:
-        B, T, _ = qkv.shape
-        qkv.card.empty(stats_shape(B, T, H), np.float32)
+    def flash_backward(dout, qkv, out, lse, H, sm_scale, dqkv, *, dbias=None) -> None:
+        B, T, C3 = qkv.shape
+        stats = qkv.card.empty(stats_shape(B, T, H), np.float32)  # alive, as in flash_backward
+        if dbias is not None:
+            sum_rows(qkv.card.empty(sums_shape(B, T, C3 // 3), np.float32), dbias)
+        del stats
 
 
 def _why_not(qkv, H, sm_scale, dropout) -> str | None:

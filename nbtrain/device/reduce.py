@@ -3,7 +3,7 @@
 A kernel that sums the columns of (N, C) runs on the block and grid of `column_block` and `column_grid`:
 thread x of block x owns eight columns, from (blockIdx.x * X + x) * 8 on; rows are dealt to threadIdx.y and
 blockIdx.y. It keeps its sums in a local array of 8 and ends with `block_rows_sum(X, Y)(sums, partial, C)`.
-`sum_blocks` makes the result of `partial`, flat fp32 of blocks * C.
+`sum_blocks` makes the result of `partial`, flat fp32 of blocks * C. `sum_rows` is both, for an array alone.
 """
 
 import functools
@@ -11,10 +11,11 @@ import functools
 import numpy as np
 from numba import float32
 
+from nbtrain.device.arrays import aligned, array_module
 from nbtrain.device.backend import backend, cuda
 from nbtrain.device.launching import launch
 from nbtrain.device.tuning import tuned
-from nbtrain.device.vector import store
+from nbtrain.device.vector import row_access, store
 
 ZERO = np.float32(0)
 
@@ -102,3 +103,48 @@ def sum_blocks(partial, blocks: int, *outs) -> None:
     C, grid = outs[0].size, (-(-outs[0].size // X), len(outs))
     # An absent one is an array that is not written: the simulator copies every argument back.
     launch(sum_, grid, (X, Y), partial, blocks, C, *outs, *[partial] * (3 - len(outs)))
+
+
+@functools.cache
+def _sum_rows_kernel(aligned: bool):
+    """partial[b] = the sum of the rows that block row b takes, four at a time."""
+    X, Y = column_block("sum_rows")
+    ROWS = 4
+    W = 8 * ROWS
+    load8, _ = row_access(aligned)
+    write_sum = block_rows_sum(X, Y)
+
+    @backend.kernel(launch_bounds=X * Y)
+    def sum_rows(x, partial, N, C):
+        sums = cuda.local.array(8, float32)
+        d = cuda.local.array(W, float32)
+        for j in range(8):
+            sums[j] = ZERO
+        c = (cuda.blockIdx.x * X + cuda.threadIdx.x) * 8
+        step = cuda.gridDim.y * Y
+        if c < C:
+            n = cuda.blockIdx.y * Y + cuda.threadIdx.y
+            while n < N:
+                for k in range(ROWS):  # all loads before the first sum: their latencies overlap
+                    if n + k * step < N:
+                        load8(d, k * 8, x, (n + k * step) * C + c, C - c)
+                    else:
+                        for j in range(8):
+                            d[k * 8 + j] = ZERO
+                for k in range(ROWS):
+                    for j in range(8):
+                        sums[j] += d[k * 8 + j]
+                n += ROWS * step
+        write_sum(sums, partial, C)
+
+    return sum_rows, X, Y
+
+
+def sum_rows(x, out) -> None:
+    """out (C,) = the sum over rows of x (N, C), in fp32, rounded once."""
+    N, C = x.shape
+    sum_, X, Y = _sum_rows_kernel(aligned(C, x))
+    columns, blocks = column_grid("sum_rows", N, C)
+    partial = array_module(x).empty(blocks * C, np.float32)
+    launch(sum_, (columns, blocks), (X, Y), x, partial, N, C)
+    sum_blocks(partial, blocks, out)

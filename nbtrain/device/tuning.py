@@ -12,7 +12,7 @@ BLOCKS = {
     "layernorm_backward": (192, 660),
     "sum_blocks": (512, 0),
     "linear_bias": (256, 0),
-    "linear_dbias": (256, 1056),
+    "sum_rows": (256, 1056),
     "gelu_forward": (384, 0),
     "gelu_backward": (256, 1536),
     "dropout": (256, 0),

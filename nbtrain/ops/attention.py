@@ -24,6 +24,7 @@ from nbtrain.device.blas import gemm_batched
 from nbtrain.device.cpu import exp, fill, larger, mm, span, task_count
 from nbtrain.device.dropout import BITS_ROOM, draw_bits, dropout_of
 from nbtrain.device.fused_attention import fused_attention
+from nbtrain.device.reduce import sum_rows
 from nbtrain.device.softmax_rows import check_length, launch_backward, launch_forward
 from nbtrain.errors import InvalidValue
 
@@ -228,15 +229,18 @@ def attention_forward(
 
 def attention_backward(
     dy, qkv, y, lse, H: int, *, sm_scale: float | None = None, dropout: float = 0.0, rng=None, site: int = 0,
-    first: int = 0, out=None,
+    first: int = 0, dbias=None, out=None,
 ):  # fmt: skip
     """Returns dqkv from dy, the forward's arguments and what it returned. Options must be the forward's.
 
-    `out` is an array of its own, not qkv.
+    `dbias` (3C,), if given, is written too: the sum of dqkv over B and T, the gradient of the bias behind
+    qkv. `out` is an array of its own, not qkv.
     """
-    dy, qkv, y, lse, rng, out = as_arrays(dy, qkv, y, lse, rng, out)
-    spec = "dy (B, T, {C}), y (B, T, {C}), lse (B, {H}, T) fp32, rng (3,) uint32, out (B, T, {W})"
-    B, T, C = _check("attention_backward", qkv, H, spec, dy, y, lse, rng, out)
+    dy, qkv, y, lse, rng, out, dbias = as_arrays(dy, qkv, y, lse, rng, out, dbias)
+    spec = (
+        "dy (B, T, {C}), y (B, T, {C}), lse (B, {H}, T) fp32, rng (3,) uint32, out (B, T, {W}), dbias ({W},)"
+    )
+    B, T, C = _check("attention_backward", qkv, H, spec, dy, y, lse, rng, out, dbias)
     drop = dropout_of("attention_backward", dropout, rng, site, first)
     if same_memory(out, qkv):
         raise InvalidValue(
@@ -246,11 +250,15 @@ def attention_backward(
     dqkv = array_module(qkv).empty_like(qkv) if out is None else out
     fused = fused_attention(qkv, H, scale, dropout)
     if fused is not None:
-        fused.flash_backward(dy, qkv, y, lse, H, scale, dqkv)
+        fused.flash_backward(dy, qkv, y, lse, H, scale, dqkv, dbias=dbias)
     elif on_gpu(qkv):
         _backward_gpu(dy, qkv, H, scale, drop, dqkv)
+        if dbias is not None:
+            sum_rows(dqkv.reshape(B * T, 3 * C), dbias)
     else:
         _backward_cpu(dy, qkv, y, lse, H, scale, dqkv, *drop, *_scratch_cpu(B, H, T, 2, dropout))
+        if dbias is not None:
+            dbias[...] = dqkv.reshape(B * T, 3 * C).sum(0, dtype=np.float32)
     return dqkv
 
 

@@ -36,7 +36,7 @@ from nbtrain.device import (
 from nbtrain.device.arrays import FLOATS
 from nbtrain.device.blas import fuses_bias, gemm
 from nbtrain.device.cpu import add_rows, fill, mm, span, task_count
-from nbtrain.device.reduce import block_rows_sum, column_block, column_grid, sum_blocks
+from nbtrain.device.reduce import sum_rows
 from nbtrain.errors import InvalidType, InvalidValue, Unavailable
 
 ZERO, ONE = np.float32(0), np.float32(1)
@@ -64,41 +64,6 @@ def _bias_kernel(M: int, aligned: bool):
                 store8(y, n * M + c, b, 0, M - c)
 
     return linear_bias, T, R, ROWS
-
-
-@functools.cache
-def _dbias_kernel(aligned: bool):
-    """partial[b] = the sum of the rows of dy that block row b takes, four at a time."""
-    X, Y = column_block("linear_dbias")
-    ROWS = 4
-    W = 8 * ROWS
-    load8, _ = row_access(aligned)
-    write_sum = block_rows_sum(X, Y)
-
-    @kernel(launch_bounds=X * Y)
-    def linear_dbias(dy, partial, N, M):
-        sums = cuda.local.array(8, float32)
-        d = cuda.local.array(W, float32)
-        for j in range(8):
-            sums[j] = ZERO
-        c = (cuda.blockIdx.x * X + cuda.threadIdx.x) * 8
-        step = cuda.gridDim.y * Y
-        if c < M:
-            n = cuda.blockIdx.y * Y + cuda.threadIdx.y
-            while n < N:
-                for k in range(ROWS):  # all loads before the first sum: their latencies overlap
-                    if n + k * step < N:
-                        load8(d, k * 8, dy, (n + k * step) * M + c, M - c)
-                    else:
-                        for j in range(8):
-                            d[k * 8 + j] = ZERO
-                for k in range(ROWS):
-                    for j in range(8):
-                        sums[j] += d[k * 8 + j]
-                n += ROWS * step
-        write_sum(sums, partial, M)
-
-    return linear_dbias, X, Y
 
 
 # ----------------------------------------------------------------------------
@@ -254,15 +219,11 @@ def _product(a, b, out, *, bias=None, beta=0.0, accumulate="fp32"):
 
 
 def _backward_weight(dy, x, dweight, dbias, accumulate):
-    (N, M), K = dy.shape, x.shape[1]
+    M, K = dy.shape[1], x.shape[1]
     if on_gpu(x):
         gemm(x.T, dy, dweight, accumulate=accumulate)
         if dbias is not None:
-            sum_rows, X, Y = _dbias_kernel(aligned(M, dy))
-            columns, blocks = column_grid("linear_dbias", N, M)
-            partial = array_module(x).empty(blocks * M, np.float32)
-            launch(sum_rows, (columns, blocks), (X, Y), dy, partial, N, M)
-            sum_blocks(partial, blocks, dbias)
+            sum_rows(dy, dbias)
     else:
         _backward_weight_cpu(dy, x, dweight, dbias, _shares(max(K, M)))
 

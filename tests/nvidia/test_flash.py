@@ -12,6 +12,7 @@ from nbtrain.device.nvidia import flash
 from nbtrain.device.nvidia.flash_backward import dkv_body, dq_body
 from nbtrain.device.nvidia.flash_forward import forward_body, tall_body
 from nbtrain.errors import InvalidValue
+from tests.helpers import EPS
 from tests.nvidia.warps import STORAGE, Memory, WarpTiles, run
 from tests.reference import attention, f64
 
@@ -114,16 +115,20 @@ def test_backward_is_the_gradient(storage, arch, B, T, H, D, dq, dkv, whole):
     at_out, at_lse = memory.add(out.astype(STORAGE[storage])), memory.add(lse.astype(np.float32))
     at_stats = memory.add(np.full((2, B * H, padded), np.nan, np.float32))
     at_dqkv = memory.add(np.full_like(qkv, np.nan))
-    kernel, threads, shared = dq_body(tiles, D, W=dq, whole=whole)
+    sums_like = np.full(flash.sums_shape(B, T, H * D), np.nan, np.float32)
+    at_sums = memory.add(sums_like)
+    groups = flash.row_groups(T)
+    kernel, threads, shared = dq_body(tiles, D, W=dq, whole=whole, with_sums=True)
     run(
         kernel, threads, shared, B * H * -(-T // (64 * dq)), tiles, memory,
-        at_qkv, at_out, at_dout, at_lse, at_stats, at_dqkv, T, padded, H, B * H, 3, sl, np.float32(sm_scale),
-        np.float32(-1 / sm_scale),
+        at_qkv, at_out, at_dout, at_lse, at_stats, at_dqkv, at_sums, T, padded, groups, H, B * H, 3, sl,
+        np.float32(sm_scale), np.float32(-1 / sm_scale),
     )  # fmt: skip
-    kernel, threads, shared = dkv_body(tiles, D, W=dkv, whole=whole)
+    kernel, threads, shared = dkv_body(tiles, D, W=dkv, whole=whole, with_sums=True)
     run(
         kernel, threads, shared, B * H * -(-T // (64 * dkv)), tiles, memory,
-        at_qkv, at_dout, at_stats, at_dqkv, T, padded, H, B * H, 3, sl, np.float32(sm_scale), np.float32(1),
+        at_qkv, at_dout, at_stats, at_dqkv, at_sums, T, padded, groups, H, B * H, 3, sl, np.float32(sm_scale),
+        np.float32(1),
     )  # fmt: skip
     got = f64(memory.get(at_dqkv, STORAGE[storage], qkv.shape)).reshape(B, T, 3, -1)
     want = want.reshape(got.shape)
@@ -131,6 +136,12 @@ def test_backward_is_the_gradient(storage, arch, B, T, H, D, dq, dkv, whole):
     for i, name in enumerate("qkv"):
         if T > 1 or name == "v":
             assert relative(got[:, :, i], want[:, :, i]) < LIMIT[storage], f"d{name}"
+    sums = f64(memory.get(at_sums, np.float32, sums_like.shape)).reshape(B, groups, 3, -1)
+    rows = np.zeros((B, 16 * groups, 3, H * D))
+    rows[:, :T] = got
+    # Sums of 16 numbers that were rounded to storage in `got`, and not in `sums`.
+    exact_sums = rows.reshape(B, groups, 16, 3, -1).sum(2)
+    assert np.abs(sums - exact_sums).max() < 4 * EPS[STORAGE[storage]] * np.abs(rows).max()
 
 
 def test_the_float64_reference_agrees_with_the_shared_one():
@@ -192,8 +203,9 @@ def test_launchers_on_a_gpu(dtype, D, T):
         out, dqkv, lse = nan["y"].copy(), nan["d"].copy(), cupy.full((B, H, T), np.nan, np.float32)
         stats = cupy.full(module.stats_shape(B, T, H), np.nan, np.float32)
         module.flash_forward(qkv, H, sm_scale, out, lse)
-        module.flash_backward(dout, qkv, out, lse, H, sm_scale, dqkv, stats=stats)
-        results.append([x.get() for x in (out, lse, dqkv)])
+        dbias = cupy.full(qkv.shape[-1], np.nan, np.float32).astype(FLOATS[dtype])
+        module.flash_backward(dout, qkv, out, lse, H, sm_scale, dqkv, dbias=dbias, stats=stats)
+        results.append([x.get() for x in (out, lse, dqkv, dbias)])
     for again in results[1:]:
         assert all(a.tobytes() == b.tobytes() for a, b in zip(results[0], again, strict=True))
     want, want_lse, want_grads = exact(host_qkv, H, sm_scale, host_dout)
@@ -205,3 +217,7 @@ def test_launchers_on_a_gpu(dtype, D, T):
     for i, name in enumerate("qkv"):
         if T > 1 or name == "v":
             assert relative(got[:, :, i], want_grads.reshape(got.shape)[:, :, i]) < limit, f"d{name}"
+    # A sum of N rounded numbers, of which dk's cancel altogether, against one of the numbers themselves.
+    flat = got.reshape(B * T, -1)
+    error = np.abs(f64(results[0][3]) - flat.sum(0)).max()
+    assert error < EPS[FLOATS[dtype]] * (np.sqrt(len(flat)) * np.abs(flat).max() + np.abs(flat.sum(0)).max())

@@ -17,10 +17,10 @@ from tests.helpers import assert_close, randn
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 # Columns around one eight and a block of eights; rows around a block and beyond the whole grid of dbias.
-X, Y = column_block("linear_dbias")
+X, Y = column_block("sum_rows")
 _, R = row_shape("linear_bias", 16, vectors=1)
 WIDE = 8 * X
-MANY = column_grid("linear_dbias", 2**20, 16)[1] * Y * 4 + 3
+MANY = column_grid("sum_rows", 2**20, 16)[1] * Y * 4 + 3
 SHAPES = [
     (1, 1, 1),
     (3, 5, 7),

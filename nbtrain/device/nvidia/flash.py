@@ -18,12 +18,13 @@ import numpy as np
 
 from nbtrain.device.arrays import aligned, array_module, bfloat16, expect
 from nbtrain.device.fused_attention import HEAD_DIMS as HEAD_DIMS
-from nbtrain.device.fused_attention import stats_shape, supported
+from nbtrain.device.fused_attention import row_groups, stats_shape, sums_shape, supported
 from nbtrain.device.launching import launch
 from nbtrain.device.nvidia import kernel
 from nbtrain.device.nvidia.flash_backward import dkv_body, dq_body
 from nbtrain.device.nvidia.flash_forward import forward_body, tall_body
 from nbtrain.device.nvidia.ptx import Tiles
+from nbtrain.device.reduce import sum_rows
 from nbtrain.errors import InvalidValue
 
 LOG2E = math.log2(math.e)
@@ -107,13 +108,15 @@ def forward_kernel(storage: str, arch: int, D: int, config: Config, whole: bool)
 
 
 @functools.cache
-def dq_kernel(storage: str, arch: int, D: int, config: Config, whole: bool):
-    return _compiled(dq_body, storage, arch, D, config, W=config.warpgroups, BN=config.tile, whole=whole)
+def dq_kernel(storage: str, arch: int, D: int, config: Config, whole: bool, with_sums: bool):
+    options = dict(W=config.warpgroups, BN=config.tile, whole=whole, with_sums=with_sums)
+    return _compiled(dq_body, storage, arch, D, config, **options)
 
 
 @functools.cache
-def dkv_kernel(storage: str, arch: int, D: int, config: Config, whole: bool):
-    return _compiled(dkv_body, storage, arch, D, config, W=config.warpgroups, whole=whole)
+def dkv_kernel(storage: str, arch: int, D: int, config: Config, whole: bool, with_sums: bool):
+    options = dict(W=config.warpgroups, whole=whole, with_sums=with_sums)
+    return _compiled(dkv_body, storage, arch, D, config, **options)
 
 
 def group_of_heads(heads: int, T: int, D: int, group_bytes: int) -> int:
@@ -152,13 +155,15 @@ def flash_backward(
     sm_scale: float,
     dqkv,
     *,
+    dbias=None,
     stats=None,
     arch=None,
     dq=None,
     dkv=None,
     group_bytes=None,
 ) -> None:
-    """Writes the gradient to `dqkv`, given the `out` and `lse` of `flash_forward`.
+    """Writes the gradient to `dqkv`, given the `out` and `lse` of `flash_forward`, and the sum of its rows,
+    before they are rounded, to `dbias` (3C,), if given.
 
     `stats` is working memory of `stats_shape`; `arch`, `dq`, `dkv` and `group_bytes` override what is chosen.
     """
@@ -171,35 +176,43 @@ def flash_backward(
         stats = array_module(qkv).empty(stats_shape(B, T, H), np.float32)
     expect("flash_backward", f"stats {stats_shape(B, T, H)} fp32", stats)
     arch = arch or current_instruction_set()
+    sums = None
+    if dbias is not None:
+        expect("flash_backward", "dqkv (B, T, C3), dbias (C3,)", dqkv, dbias)
+        sums = array_module(qkv).empty(sums_shape(B, T, C), np.float32)
     backward_dq(
         qkv, out, dout, lse, stats, dqkv, H, sm_scale, arch, dq or suited(BACKWARD_DQ, arch, D),
-        group_of_heads(B * H, T, D, group_bytes or DQ_GROUP),
+        group_of_heads(B * H, T, D, group_bytes or DQ_GROUP), sums,
     )  # fmt: skip
     backward_dkv(
         qkv, dout, stats, dqkv, H, sm_scale, arch, dkv or suited(BACKWARD_DKV, arch, D),
-        group_of_heads(B * H, T, D, group_bytes or DKV_GROUP),
+        group_of_heads(B * H, T, D, group_bytes or DKV_GROUP), sums,
     )  # fmt: skip
+    if dbias is not None:
+        sum_rows(sums, dbias)
 
 
-def backward_dq(qkv, out, dout, lse, stats, dqkv, H, sm_scale, arch, config, group) -> None:
-    """The first half of `flash_backward`: dQ and `stats`."""
+def backward_dq(qkv, out, dout, lse, stats, dqkv, H, sm_scale, arch, config, group, sums=None) -> None:
+    """The first half of `flash_backward`: dQ, `stats` and a third of `sums`."""
     (B, T, C), rows = out.shape, config.rows
     whole = T % rows == 0 and T % config.tile == 0
-    compiled, threads = dq_kernel(_STORAGE[qkv.dtype], arch, C // H, config, whole)
+    compiled, threads = dq_kernel(_STORAGE[qkv.dtype], arch, C // H, config, whole, sums is not None)
     launch(
         compiled, B * H * -(-T // rows), threads,
-        qkv, out, dout, lse, stats, dqkv, T, stats.shape[2], H, B * H, group,
+        qkv, out, dout, lse, stats, dqkv, stats if sums is None else sums, T, stats.shape[2], row_groups(T),
+        H, B * H, group,
         np.float32(sm_scale * LOG2E), np.float32(sm_scale), np.float32(-1 / sm_scale),
     )  # fmt: skip
 
 
-def backward_dkv(qkv, dout, stats, dqkv, H, sm_scale, arch, config, group) -> None:
-    """The second half: dK and dV from `stats`."""
+def backward_dkv(qkv, dout, stats, dqkv, H, sm_scale, arch, config, group, sums=None) -> None:
+    """The second half: dK and dV from `stats`, and the rest of `sums`."""
     (B, T, C), rows = dout.shape, config.rows
-    compiled, threads = dkv_kernel(_STORAGE[qkv.dtype], arch, C // H, config, T % rows == 0)
+    compiled, threads = dkv_kernel(_STORAGE[qkv.dtype], arch, C // H, config, T % rows == 0, sums is not None)
     launch(
         compiled, B * H * -(-T // rows), threads,
-        qkv, dout, stats, dqkv, T, stats.shape[2], H, B * H, group,
+        qkv, dout, stats, dqkv, stats if sums is None else sums, T, stats.shape[2], row_groups(T), H, B * H,
+        group,
         np.float32(sm_scale * LOG2E), np.float32(sm_scale), np.float32(1),
     )  # fmt: skip
 

@@ -7,7 +7,9 @@
 `flash_backward_dq`: a block owns 64 queries a warpgroup and loops over keys. It also leaves -lse /
 sm_scale and -delta in `stats` (2, B * H, T rounded up to 128); beyond T they are 0, and so is the dO that
 P is multiplied with. `flash_backward_dkv`: a block owns keys and loops over queries; accumulators of S
-and dP start with those two. It multiplies S^T = K Q^T and dP^T = V dO^T: once packed, their accumulators
+and dP start with those two. Where asked for, both leave the sums of every 16 rows of dQ, dK, dV in `sums`
+(B * groups, 3C), groups of 16 rows a sequence: the gradient of the bias behind qkv, without a pass of its
+own. It multiplies S^T = K Q^T and dP^T = V dO^T: once packed, their accumulators
 are the A operands of dV and dK. S and dP are multiplied twice: seven products where one kernel with
 atomics, or with an exchange between blocks, needs five.
 """
@@ -22,12 +24,13 @@ from nbtrain.device.nvidia.flash_tiles import (
     pick,
     products,
     store_tile,
+    sum_columns,
     tile_bytes,
 )
 from nbtrain.device.nvidia.ptx import ROW_BYTES
 
 
-def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False):
+def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False, with_sums: bool = False):
     """(kernel function, threads, bytes of shared memory): W warpgroups of queries, tiles of BN keys."""
     BM, THREADS = 64 * W, 128 * W
     assert BM <= STATS_ROWS
@@ -120,8 +123,28 @@ def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False):
     def store(e, acc, scale, shared, target, step, left):
         store_tile(e, acc, [scale, scale], shared, q_panel, target, step, left, D, whole)
 
+    @tiles.op(f"f32*{NO}, f32, i64, i32")
+    def add_up(e, acc, scale, target, left):
+        if with_sums:
+            sum_columns(e, acc, scale, target, left, D)
+
     def flash_backward_dq(
-        qkv, out, dout, lse, stats, dqkv, T, padded, H, heads, group, sl, scale, minus_inverse_scale
+        qkv,
+        out,
+        dout,
+        lse,
+        stats,
+        dqkv,
+        sums,
+        T,
+        padded,
+        groups,
+        H,
+        heads,
+        group,
+        sl,
+        scale,
+        minus_inverse_scale,
     ):
         blocks = udiv(T + (BM - 1), BM)
         bh, j = place(block(), heads, blocks, group)
@@ -185,6 +208,8 @@ def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False):
                 acc = add_dq(acc, s, dp, nl, sl, kv)
             stage = STAGE - stage
             k0 += BN
+        of_sixteen = address(sums) + ((b * groups + (w0 >> 4)) * (3 * H * D) + h * D + 2 * (lane & 3)) * 4
+        add_up(acc, scale, of_sixteen, groups - (w0 >> 4))
         sync()
         gradient = address(dqkv) + (b * T + w0 + (lane >> 3)) * stride + h * (2 * D) + (lane & 7) * 16
         store(acc, scale, sm + warp * (16 * ROW_BYTES), gradient, stride * 4, T - w0 - (lane >> 3))
@@ -192,7 +217,7 @@ def dq_body(tiles, D: int, W: int = 1, BN: int = 64, whole: bool = False):
     return flash_backward_dq, THREADS, KV0 + 2 * STAGE
 
 
-def dkv_body(tiles, D: int, W: int = 1, whole: bool = False):
+def dkv_body(tiles, D: int, W: int = 1, whole: bool = False, with_sums: bool = False):
     """(kernel function, threads, bytes of shared memory): W warpgroups of keys, tiles of 64 queries."""
     BK, BQ, THREADS = 64 * W, 64, 128 * W
     STRIDE = THREADS // 8
@@ -272,7 +297,14 @@ def dkv_body(tiles, D: int, W: int = 1, whole: bool = False):
     def store(e, acc, scale, shared, target, step, left):
         store_tile(e, acc, [scale, scale], shared, k_panel, target, step, left, D, whole)
 
-    def flash_backward_dkv(qkv, dout, stats, dqkv, T, padded, H, heads, group, sl, scale, one):
+    @tiles.op(f"f32*{NO}, f32, i64, i32")
+    def add_up(e, acc, scale, target, left):
+        if with_sums:
+            sum_columns(e, acc, scale, target, left, D)
+
+    def flash_backward_dkv(
+        qkv, dout, stats, dqkv, sums, T, padded, groups, H, heads, group, sl, scale, one
+    ):  # fmt: skip
         blocks = udiv(T + (BK - 1), BK)
         bh, j = place(block(), heads, blocks, group)
         b = udiv(bh, H)
@@ -331,6 +363,9 @@ def dkv_body(tiles, D: int, W: int = 1, whole: bool = False):
                 dv, dk = add_dv_dk(dv, p, q + QB, dk, dp, q)
             slot ^= 1
             q0 += BQ
+        of_sixteen = address(sums) + ((b * groups + (wk0 >> 4)) * (3 * H * D) + h * D + 2 * (lane & 3)) * 4
+        add_up(dk, scale, of_sixteen + 4 * H * D, groups - (wk0 >> 4))
+        add_up(dv, one, of_sixteen + 8 * H * D, groups - (wk0 >> 4))
         sync()
         gradient = address(dqkv) + (b * T + wk0 + (lane >> 3)) * stride + h * (2 * D) + (lane & 7) * 16
         left = T - wk0 - (lane >> 3)

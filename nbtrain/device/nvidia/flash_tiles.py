@@ -139,6 +139,21 @@ def store_tile(e, acc, scale, shared, panel_bytes: int, target, step, left, D: i
         target = e.add64(target, step)
 
 
+def sum_columns(e, acc, scale, target, left, D: int):
+    """The sum of this warp's 16 rows, times `scale`, to fp32 in global memory, if `left` > 0.
+
+    target: the address of the lane's first column, 2 (lane % 4).
+    """
+    lane = e.and_(e.thread(), 31)
+    some_lanes = e.select_ge(left, 1, e.sub(e.i(4), lane), e.i(0))
+    for n in range(D // 8):
+        for j in range(2):
+            total = e.fmul(e.fadd(acc[4 * n + j], acc[4 * n + 2 + j]), scale)
+            for distance in (4, 8, 16):
+                total = e.fadd(total, e.shuffle_xor(total, distance))
+            e.store_global_f(target, n * 32 + j * 4, total, (some_lanes, 0))
+
+
 # ----------------------------------------------------------------------------
 # Masks and order
 
