@@ -8,11 +8,13 @@ from nbtrain.config import GPTConfig as GPTConfig
 from nbtrain.config import TrainConfig as TrainConfig
 from nbtrain.data import batches as batches
 from nbtrain.data import eval_batches as eval_batches
+from nbtrain.decode import Decoder as Decoder
 from nbtrain.errors import InvalidType as InvalidType
 from nbtrain.errors import InvalidValue as InvalidValue
 from nbtrain.errors import NbtrainError as NbtrainError
 from nbtrain.errors import Unavailable as Unavailable
 from nbtrain.generate import generate as generate
+from nbtrain.generate import generate_stream as generate_stream
 from nbtrain.huggingface import load_pretrained as load_pretrained
 from nbtrain.huggingface import save_pretrained as save_pretrained
 from nbtrain.plan import plan as plan

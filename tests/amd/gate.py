@@ -37,6 +37,8 @@ WIDE = "a block of 1024 threads leaves 96 vector registers to a thread"
 ALLOWED: dict[tuple[str, str, str], tuple[int, str]] = {
     ("softmax_forward", "gfx90a", "sgpr_spills"): (12, MASKS),
     ("softmax_forward", "gfx942", "sgpr_spills"): (8, MASKS),
+    ("sample", "gfx90a", "sgpr_spills"): (22, MASKS),
+    ("sample", "gfx942", "sgpr_spills"): (32, MASKS),
     ("softmax_backward", "gfx1100", "vgpr_spills"): (2, WIDE),
     ("softmax_backward", "gfx1100", "scratch"): (12, WIDE),
 }
