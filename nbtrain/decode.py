@@ -90,8 +90,8 @@ class Decoder:
                     f"{len(ids)} for row {row}."
                 )
         with use(self.device):
-            work = sorted((len(ids) - 1, row, ids) for row, ids in zip(rows, sequences, strict=True))
-            work = [(row, ids[:n]) for n, row, ids in work if n]
+            begun = ((row, ids[:-1]) for row, ids in zip(rows, sequences, strict=True) if len(ids) > 1)
+            work = sorted(begun, key=lambda item: len(item[1]))
             while work:
                 T = -(-len(work[-1][1]) // PREFILL_STEP) * PREFILL_STEP
                 T = min(T, self.length)

@@ -117,11 +117,14 @@ def _question(line: bytes, place: str) -> Question:
     wanted = '{"ctx": text, "endings": [text, …], "label": number of the right ending}'
     if not isinstance(row, dict):
         raise InvalidValue(f"{place}: expected {wanted}; got {type(row).__name__}.")
-    ctx, endings, label = (row.get(name) for name in ("ctx", "endings", "label"))
+    ctx, endings, label = row.get("ctx"), row.get("endings"), row.get("label")
     if not isinstance(ctx, str) or not ctx:
         raise InvalidValue(f"{place}: expected ctx, a text that is not empty; got {_short(ctx)}.")
-    right = isinstance(endings, list) and len(endings) >= 2
-    if not right or not all(isinstance(ending, str) and ending.strip() for ending in endings):
+    if (
+        not isinstance(endings, list)
+        or len(endings) < 2
+        or not all(isinstance(ending, str) and ending.strip() for ending in endings)
+    ):
         raise InvalidValue(
             f"{place}: expected endings, a list of at least two texts, none empty; got {_short(endings)}."
         )

@@ -87,6 +87,18 @@ def test_an_ending_with_its_own_space_gets_no_other():
         assert score.acc == float(np.argmax(want) == 0)
 
 
+def test_the_space_before_an_ending_does_not_count_as_one_of_its_bytes():
+    params, tokenizer, rng, differ = _params(), ByteTokenizer(), np.random.default_rng(3), 0
+    for i in range(20):
+        endings = [" " * n + "".join(rng.choice(list("abcdef"), m)) for n, m in ((1, 5), (6, 3))]
+        log_p = np.array([_log_p(params, tokenizer.encode(f"xy{e}"))[1:].sum() for e in endings])
+        answer = int((log_p / [5, 3]).argmax())
+        differ += answer != int((log_p / [6, 9]).argmax())
+        score = multiple_choice(params, CONFIG, tokenizer, [Question("xy", tuple(endings), answer, f"q:{i}")])
+        assert score.acc_norm == 1
+    assert differ > 3
+
+
 def test_what_a_tokenizer_or_model_cannot_take_is_named_with_its_line():
     params = _params()
     question = Question("xy", ("ab", "cdΩ"), 0, "q.jsonl:7")

@@ -50,11 +50,12 @@ def sample(
             "nbtrain.generate on ids."
         )
     options = dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    if num_samples == 1 and len(prompts or [""]) == 1:
-        print_sample(checkpoint, prompts[0] if prompts else None, max_new_tokens, **options)
+    given: list[str | None] = [*prompts] if prompts else [None]
+    texts = [text for text in given for _ in range(num_samples)]
+    if len(texts) == 1:
+        print_sample(checkpoint, texts[0], max_new_tokens, **options)
     else:
-        repeated = [text for text in prompts or [None] for _ in range(num_samples)]
-        print_samples(checkpoint, repeated, max_new_tokens, **options)
+        print_samples(checkpoint, texts, max_new_tokens, **options)
 
 
 def read_prompts(path: Path) -> list[str]:
