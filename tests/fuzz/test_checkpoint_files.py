@@ -1,6 +1,7 @@
 """Whatever lies in a checkpoint's folder, loading it gives what was saved or an InvalidValue that names the
 file."""
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -71,6 +72,9 @@ def test_bytes_that_were_not_saved_are_never_loaded(name, data, saved, folder):
         )
     )
     assume(wrong != content)
+    if name == INDEX:  # JSON has a space more or less, and means the same
+        with contextlib.suppress(ValueError):
+            assume(json.loads(wrong) != json.loads(content))
     (folder / name).write_bytes(wrong)
     assert _load_or_named(folder, name) is None
 
