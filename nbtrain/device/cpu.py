@@ -6,6 +6,10 @@ second pool of threads spins against the first.
 
 A CPU twin is a function decorated with `twin`. It is written for fp32 arrays; 16-bit arguments are widened to
 fp32 scratch, the same code runs, and what it writes is rounded once.
+
+The same arguments give the same bits, with one exception: LLVM guards a vector loop by a test that its arrays
+lie at least 256 bytes apart, and takes the scalar loop elsewhere, which contracts products and sums in other
+places. Whole arrays of less than that, beside each other in memory, may then differ in the last bit.
 """
 
 import contextlib
