@@ -213,6 +213,10 @@ def main():
     parser.add_argument("--loss-scale", default="auto", help='a power of two, "dynamic" or "auto"')
     parser.add_argument("--peers", default="", help="torch,jax")
     parser.add_argument(
+        "--torch", nargs="+", default=["autocast", "weights16"], choices=["autocast", "weights16"],
+        help="forms of PyTorch in bf16",
+    )  # fmt: skip
+    parser.add_argument(
         "--no-ceilings", action="store_true", help="without copy speed and matrix peak, so without MFU"
     )
     parser.add_argument("--limit", type=float, default=240, help="seconds for one trainer")
@@ -243,7 +247,7 @@ def main():
                 for mode in args.mode
             ]
             if "torch" in args.peers and dtype != "fp32":
-                kinds = ("autocast", "weights16") if dtype == "bf16" else ("autocast",)
+                kinds = args.torch if dtype == "bf16" else ("autocast",)
                 jobs += [dict(trainer="torch", variant=v, dtype=dtype, batch=batch) for v in kinds]
             if "jax" in args.peers and dtype == "bf16":
                 jobs.append(dict(trainer="jax", variant="jit", dtype=dtype, batch=batch))
