@@ -1,6 +1,7 @@
 """Where arrays live: choosing a device, moving arrays there and back."""
 
 import contextlib
+import os
 import sys
 
 import numpy as np
@@ -32,6 +33,8 @@ def _why_no_gpu() -> str | None:
     if SIMULATED:
         return "NUMBA_ENABLE_CUDASIM is set, and the simulator takes NumPy arrays"
     if TARGET == "none":
+        if os.environ.get("NBTRAIN_TARGET") == "none":
+            return "NBTRAIN_TARGET=none asks for no GPU"
         return "neither numba-cuda nor numba-hip is installed"
     try:
         import cupy
@@ -42,6 +45,14 @@ def _why_no_gpu() -> str | None:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         return f"CuPy finds no GPU ({error})"
     return None if count else "CuPy finds no GPU"
+
+
+def _how_to_get(kind: str) -> str:
+    if SIMULATED:
+        return "Unset NUMBA_ENABLE_CUDASIM"
+    if os.environ.get("NBTRAIN_TARGET") == "none":
+        return "Unset NBTRAIN_TARGET"
+    return f"Run pip install 'nbtrain[{_EXTRA[kind]}]'"
 
 
 def resolve_device(name: str = "auto") -> tuple[str, str]:
@@ -56,10 +67,7 @@ def resolve_device(name: str = "auto") -> tuple[str, str]:
     if kind not in _EXTRA or not (index.isdigit() or index == ""):
         raise InvalidValue(f'a device is "cpu", "cuda:0", "hip:0" or "auto"; got {name!r}.')
     if reason := _why_no_gpu():
-        raise Unavailable(
-            f"{name} was asked for, but {reason}. Run pip install 'nbtrain[{_EXTRA[kind]}]', "
-            'or use device="cpu".'
-        )
+        raise Unavailable(f'{name} was asked for, but {reason}. {_how_to_get(kind)}, or use device="cpu".')
     if kind != _gpu_kind():
         raise Unavailable(
             f"{name} was asked for, but kernels here are compiled for {_gpu_kind()}. Use {_gpu_kind()}:0."
