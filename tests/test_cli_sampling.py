@@ -8,6 +8,7 @@ import pytest
 
 from nbtrain.checkpoint import save
 from nbtrain.cli import main
+from nbtrain.cli.sample import printable
 from nbtrain.config import GPTConfig
 from nbtrain.evaluation import loss_of_tokens
 from nbtrain.generate import generate
@@ -59,6 +60,21 @@ def test_prompts_come_from_a_file_and_samples_in_number(model, nb, tmp_path):
     code, out, _ = nb(*command, "--max-new-tokens", 5, "--device", "cpu")
     begun = re.findall(r"^--- (\d)\n(one|two)", out, re.M)
     assert code == 0 and begun == [(str(i), "one" if i < 4 else "two") for i in range(1, 7)]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_ids_that_the_tokenizer_lacks_are_left_out_and_told(n, model, nb, tmp_path):
+    tokenizer = CharTokenizer.from_text("".join(map(chr, range(32, 160))))
+    save(tmp_path / "small", model[1], config=CONFIG, tokenizer=tokenizer)
+    ids = [generate(model[1], CONFIG, [[3]] * n, max_new_tokens=40, seed=5)[i][1:] for i in range(n)]
+    unknown = sum(int((row >= tokenizer.vocab_size).sum()) for row in ids)
+    command = ("sample", tmp_path / "small", *("--prompt", "#") * n, "--max-new-tokens", 40, "--seed", 5)
+    code, out, err = nb(*command, "--temperature", 1, "--device", "cpu")
+    assert code == 0 and 0 < unknown < 40 * n
+    assert f"{unknown} tokens are left out: the tokenizer has 128 ids, the model 256" in err
+    known = [tokenizer.decode(row[row < tokenizer.vocab_size]) for row in ids]
+    shown = re.findall(r"^#(.*)$", out, re.M)
+    assert shown == [printable(text) for text in known]
 
 
 def test_samples_of_one_prompt_differ(model, nb):

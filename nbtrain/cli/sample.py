@@ -1,5 +1,6 @@
 """nbtrain sample"""
 
+import sys
 import unicodedata
 from pathlib import Path
 from typing import Annotated
@@ -37,6 +38,7 @@ def sample(
     """Print text that a model writes: one as it comes, several when they are done.
 
     Example: nbtrain sample runs/demo --prompt "ROMEO" --max-new-tokens 200
+    Example: nbtrain sample runs/demo --prompt "KING" --prompt "QUEEN" --top-k 20
     """
     if prompt and prompts_file is not None:
         raise typer.BadParameter("give --prompt or --prompts-file, not both.")
@@ -79,17 +81,21 @@ def print_sample(checkpoint, prompt: str | None, max_new_tokens: int, **options)
     tokenizer = checkpoint.tokenizer
     ids = _ids(tokenizer, prompt)
     print(printable(prompt or ""), end="", flush=True)
-    printed, tokens = 0, []
+    printed, tokens, n_unknown = 0, [], 0
     stream = generate_stream(
         checkpoint.params, checkpoint.config, ids, max_new_tokens=max_new_tokens, **options
     )
     for token in stream:
+        if token >= tokenizer.vocab_size:
+            n_unknown += 1
+            continue
         tokens.append(int(token))
         text = tokenizer.decode(tokens)
         whole = text.rstrip("\ufffd")  # bytes at the end may be the first of a character
         print(printable(whole[printed:]), end="", flush=True)
         printed = max(printed, len(whole))
     print(printable(tokenizer.decode(tokens)[printed:]) if tokens else "")
+    _tell_unknown(n_unknown, checkpoint)
 
 
 def print_samples(checkpoint, prompts: list[str | None], max_new_tokens: int, **options) -> None:
@@ -99,9 +105,23 @@ def print_samples(checkpoint, prompts: list[str | None], max_new_tokens: int, **
     tokenizer = checkpoint.tokenizer
     ids = [_ids(tokenizer, prompt) for prompt in prompts]
     texts = generate(checkpoint.params, checkpoint.config, ids, max_new_tokens=max_new_tokens, **options)
+    n_unknown = 0
     for i, (prompt, prompt_ids, text) in enumerate(zip(prompts, ids, texts, strict=True), 1):
-        fresh = tokenizer.decode(text[len(prompt_ids) :])
-        print(f"--- {i}\n{printable((prompt or '') + fresh)}")
+        fresh = text[len(prompt_ids) :]
+        known = fresh[fresh < tokenizer.vocab_size]
+        n_unknown += len(fresh) - len(known)
+        print(f"--- {i}\n{printable((prompt or '') + tokenizer.decode(known))}")
+    _tell_unknown(n_unknown, checkpoint)
+
+
+def _tell_unknown(n: int, checkpoint) -> None:
+    """A model may have more ids than its tokenizer: --vocab-size was rounded up, and training is young."""
+    if n:
+        ids, model_ids = checkpoint.tokenizer.vocab_size, checkpoint.config.vocab_size
+        print(
+            f"nbtrain: {n:,} tokens are left out: the tokenizer has {ids:,} ids, the model {model_ids:,}.",
+            file=sys.stderr,
+        )
 
 
 def _ids(tokenizer, prompt: str | None):
