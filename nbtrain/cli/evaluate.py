@@ -29,6 +29,7 @@ def eval_(
     """Print a model's loss and perplexity on tokens or text, or how often it picks the right ending.
 
     Example: nbtrain eval runs/demo --data "runs/demo/data/val_*.bin"
+    Example: nbtrain eval runs/demo --choices questions.jsonl
     """
     if not (data or text or choices):
         raise typer.BadParameter("give at least one of --data, --text and --choices.")

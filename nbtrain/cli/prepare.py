@@ -64,6 +64,7 @@ def prepare(
     Killed at any moment, it goes on when the same command is given again.
 
     Example: nbtrain prepare corpus/ --out data --tokenizer bpe --vocab-size 8192
+    Example: nbtrain prepare corpus/ --out data --tokenizer-from gpt2/
     """
     if bool(inputs) == shakespeare:
         raise typer.BadParameter("give a text file or folder, or --shakespeare.")

@@ -157,10 +157,13 @@ def train(
 ) -> None:
     """Train a model, from scratch, from a checkpoint, or from GPT-2's weights.
 
-    The folder --out receives log.jsonl, loss.png, checkpoints/, and config.toml, which repeats the run when
-    given to --config. The first Ctrl-C saves and leaves, the second leaves at once.
+    The folder --out receives log.jsonl, loss.png, checkpoints/ and config.toml,
+    which repeats the run when given to --config. The first Ctrl-C saves and
+    leaves, the second leaves at once.
 
     Example: nbtrain train --shakespeare --out runs/demo
+    Example: nbtrain train --text novels/ --steps 500 --out runs/novels
+    Example: nbtrain train --resume runs/demo --steps 4000
     """
     options = _options(context)
     result = _new(options) if options.resume is None else _resume(options)
