@@ -1,17 +1,18 @@
 """Flash attention, backward, in two kernels without atomics, so that every run gives the same bits (Dao,
 2023, but split).
 
-    P = exp(sm_scale Q K^T - lse);  delta = rowsum(dO * O);  dS = P * (dO V^T - delta)
-    dV = P^T dO;  dK = sm_scale dS^T Q;  dQ = sm_scale dS K
+    P  = exp(sm_scale Q K^T - lse)          delta = rowsum(dO * O)          dS = P * (dO V^T - delta)
+    dV = P^T dO          dK = sm_scale dS^T Q          dQ = sm_scale dS K
 
-`flash_backward_dq`: a block owns 64 queries a warpgroup and loops over keys. It also leaves -lse /
-sm_scale and -delta in `stats` (2, B * H, T rounded up to 128); beyond T they are 0, and so is the dO that
-P is multiplied with. `flash_backward_dkv`: a block owns keys and loops over queries; accumulators of S
-and dP start with those two. Where asked for, both leave the sums of every 16 rows of dQ, dK, dV in `sums`
-(B * groups, 3C), groups of 16 rows a sequence: the gradient of the bias behind qkv, without a pass of its
-own. It multiplies S^T = K Q^T and dP^T = V dO^T: once packed, their accumulators
-are the A operands of dV and dK. S and dP are multiplied twice: seven products where one kernel with
-atomics, or with an exchange between blocks, needs five.
+`flash_backward_dq`: a block owns 64 queries a warpgroup and loops over keys. It also leaves -lse / sm_scale
+and -delta in `stats` (2, B * H, T rounded up to 128); beyond T they are 0, and so is the dO that P is
+multiplied with. `flash_backward_dkv`: a block owns keys and loops over queries; accumulators of S and dP
+start with those two. It multiplies S^T = K Q^T and dP^T = V dO^T: once packed, their accumulators are the A
+operands of dV and dK. S and dP are multiplied twice: seven products where one kernel with atomics, or with an
+exchange between blocks, needs five.
+
+Where asked for, both leave the sums of every 16 rows of dQ, dK, dV in `sums` (B * groups, 3C), groups of 16
+rows a sequence: the gradient of the bias behind qkv, without a pass of its own.
 """
 
 from nbtrain.device.fused_attention import STATS_ROWS

@@ -1,8 +1,10 @@
 """Flash attention, forward: a loop over tiles of keys for the queries of one head that a block owns (Dao,
 2023).
 
-S = Q K^T, masked;  m = running row maximum;  P = exp2(sm_scale log2(e) (S - m));  O = O exp2(…(m_old -
-m)) + P V
+    S = Q K^T, masked
+    m = running row maximum
+    P = exp2(sm_scale log2(e) (S - m))
+    O = O exp2(sm_scale log2(e) (m_old - m)) + P V
 
 `forward_body`: 64 queries a warpgroup, which multiplies, waits, takes exponentials, multiplies, waits; the
 other blocks on the multiprocessor fill its pauses. `tall_body`: a warpgroup owns two halves of 64 queries and
