@@ -139,7 +139,7 @@ def advice(nvidia_driver: int | None, amd: bool, installed: dict[str, str | None
     for name, (purpose, extra) in OPTIONAL.items():
         if not installed[name]:
             lines.append(f"for {purpose}: pip install 'nbtrain[{extra}]'")
-    return lines or ["nothing that this machine needs is missing"]
+    return lines or ["nothing needed here is missing"]
 
 
 def _is_ours(name: str) -> bool:
