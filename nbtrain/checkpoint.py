@@ -11,32 +11,28 @@ absent. Nothing is unpickled. What is damaged is named, and nothing of it is use
 `nbtrain.checkpoints` says; `load` takes the newest good one.
 """
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import importlib.metadata
 import json
-import os
 import re
-import secrets
-import shutil
-import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 import nbtrain
 from nbtrain.config import GPTConfig, TrainConfig, from_dict
 from nbtrain.device import FLOATS, blas
 from nbtrain.device.machine import machine
-from nbtrain.device.place import resolve_device, to_device, to_host, use
+from nbtrain.device.place import resolve_device, to_device, use
 from nbtrain.errors import InvalidType, InvalidValue
+from nbtrain.files import flush, leftovers, write_folder
 from nbtrain.precision import LossScale
+from nbtrain.tensor_file import open_tensors, write_tensors
 from nbtrain.tokenizer import from_dict as tokenizer_from_dict
 from nbtrain.train import OptState
 from nbtrain.tree import Layout, Tree
@@ -54,10 +50,6 @@ GPU_LIBRARIES = (
     "nvidia-cublas", "nvidia-cublas-cu12",
 )  # fmt: skip
 NO_BITS = {"python", "safetensors"}  # no result depends on their versions
-SAFETENSORS_DTYPES = {np.dtype(np.float32): "F32", np.dtype(np.int32): "I32", np.dtype(np.uint32): "U32"}
-
-
-Spec = tuple[tuple[int, ...], str]  # a tensor's shape and safetensors' name of its dtype
 
 
 class Checkpoint(NamedTuple):
@@ -140,22 +132,17 @@ def describe(params: Tree, opt_state: OptState | None, *, config, train_config, 
 def write(directory: Path, index: dict, weights: Tree, opt_state: OptState | None) -> None:
     """Puts the folder `directory` on the disk: `describe`'s index, the weights of record, and the state if
     there is one."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    fresh = directory.with_name(f"{directory.name}.tmp-{secrets.token_hex(4)}")
-    try:
-        fresh.mkdir()
-        index["files"][MODEL] = _write_tensors(fresh / MODEL, dict(weights))
+
+    def fill(folder: Path) -> None:
+        index["files"][MODEL] = write_tensors(folder / MODEL, dict(weights))
         if opt_state is not None:
             tensors = {f"{tree}.{name}": x for tree in ("m", "v") for name, x in getattr(opt_state, tree)}
-            index["files"][OPTIMIZER] = _write_tensors(fresh / OPTIMIZER, tensors | _scalars(opt_state))
-        with open(fresh / INDEX, "xb") as file:
+            index["files"][OPTIMIZER] = write_tensors(folder / OPTIMIZER, tensors | _scalars(opt_state))
+        with open(folder / INDEX, "xb") as file:
             file.write(json.dumps(index | {"digest": _digest(index)}, indent=1).encode("ascii"))
-            _flush(file)
-        _flush_folder(fresh)
-        _replace(directory, fresh)
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
+            flush(file)
+
+    write_folder(directory, fill)
 
 
 def load(
@@ -202,7 +189,8 @@ def _load(path: Path, place: str) -> Checkpoint:
     layout = Layout.of(config.leaves())
     dtype = FLOATS[index["dtype"]]
     with use(place):
-        with _tensors(path / MODEL, {leaf.name: (leaf.shape, "F32") for leaf in layout.leaves}) as tensors:
+        leaves = {leaf.name: (leaf.shape, "F32") for leaf in layout.leaves}
+        with open_tensors(path / MODEL, leaves, told_by=INDEX) as tensors:
             master = _read_tree(layout, tensors, "")
         with np.errstate(
             over="ignore"
@@ -282,24 +270,6 @@ def check_replaceable(directory: Path) -> None:
         )
 
 
-def _replace(directory: Path, fresh: Path) -> None:
-    """Puts the folder `fresh` in the place of `directory`; at any moment one of both is whole and can be
-    found."""
-    old = directory.with_name(f"{directory.name}.old-{secrets.token_hex(4)}")
-    had_one = directory.exists()
-    if had_one:
-        os.rename(directory, old)
-    try:
-        os.rename(fresh, directory)
-    except BaseException:
-        if had_one:
-            os.rename(old, directory)
-        raise
-    _flush_folder(directory.parent)
-    for leftover in _leftovers(directory):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
 def saved_steps(folder: Path) -> list[Path]:
     """Where the checkpoints in a run's folder of them are or, after an interrupted save, were to be: the
     newest first."""
@@ -323,15 +293,6 @@ def is_complete(path: Path) -> bool:
         return False
 
 
-def _leftovers(directory: Path) -> list[Path]:
-    """Folders that an interrupted `save` left beside `directory`: the new ones first, then the old ones."""
-    if not directory.parent.is_dir():
-        return []
-    form = re.compile(re.escape(directory.name) + r"\.(tmp|old)-[0-9a-f]{8}")
-    found = [entry for entry in directory.parent.iterdir() if form.fullmatch(entry.name)]
-    return sorted(found, key=lambda entry: (".old-" in entry.name, -entry.stat().st_mtime))
-
-
 def _find(directory: Path) -> Path:
     """The checkpoint that `directory` means."""
     directory = directory.resolve()
@@ -343,7 +304,7 @@ def _find(directory: Path) -> Path:
             "that of a run."
         )
     damages = []
-    for leftover in _leftovers(directory):
+    for leftover in leftovers(directory):
         try:
             for name, expected in _read_index(leftover)["files"].items():
                 _check_file(leftover / name, expected)
@@ -357,21 +318,6 @@ def _find(directory: Path) -> Path:
         else " Check the path."
     )
     raise InvalidValue(f"there is no checkpoint at {directory}.{found}")
-
-
-def _flush(file) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    """A rename is on the disk only when the folder is."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 # ----------------------------------------------------------------------------
@@ -487,62 +433,6 @@ def _tokenizer(path: Path, values: dict | None, config: GPTConfig):
 # Tensors
 
 
-def _write_tensors(file: Path, tensors: dict) -> dict:
-    """Writes a safetensors file, one tensor after the other from wherever it is; returns its size and
-    SHA-256."""
-    head: dict[str, dict] = {}
-    offset = 0
-    for name, x in tensors.items():
-        spelled = {"dtype": SAFETENSORS_DTYPES.get(x.dtype, "F32"), "shape": list(x.shape)}
-        end = offset + 4 * x.size
-        head[name] = spelled | {"data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(head).encode("ascii")
-    text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    with open(file, "xb") as opened:
-
-        def write(data) -> None:
-            opened.write(data)
-            digest.update(data)
-
-        write(struct.pack("<Q", len(text)) + text)
-        for x in tensors.values():
-            host = to_host(x)
-            if host.dtype not in SAFETENSORS_DTYPES:  # 16-bit weights without their master
-                host = host.astype(np.float32)
-            write(host.reshape(-1).view(np.uint8))
-        _flush(opened)
-    return {"bytes": 8 + len(text) + offset, "sha256": digest.hexdigest()}
-
-
-@contextlib.contextmanager
-def _tensors(file: Path, expected: dict[str, Spec], optional: dict[str, Spec] | None = None):
-    """An open safetensors file whose names, shapes and dtypes are those of `expected` and perhaps of
-    `optional`, checked before a tensor is read."""
-    try:
-        opened = safe_open(file, framework="numpy")
-    except SafetensorError as error:
-        raise InvalidValue(f"{file} is damaged: it is no safetensors file ({error}).") from None
-    with opened as tensors:
-        present = set(tensors.keys())
-        expected = expected | {name: spec for name, spec in (optional or {}).items() if name in present}
-        if unlike := present ^ set(expected):
-            name = sorted(unlike)[0]
-            which = "lacks the" if name in expected else "has an unknown"
-            raise InvalidValue(
-                f"{file} {which} tensor {name[:80]!r}: it belongs to another config than that in {INDEX}."
-            )
-        for name, wanted in expected.items():
-            x = tensors.get_slice(name)
-            found = tuple(x.get_shape()), x.get_dtype()
-            if found != wanted:
-                raise InvalidValue(
-                    f"{file}: {name} must be {wanted[1]} {wanted[0]}; it is {found[1]} {found[0]}."
-                )
-        yield tensors
-
-
 def _read_tree(layout: Layout, tensors, prefix: str) -> Tree:
     tree = Tree(layout, np.zeros(layout.size, np.float32))
     for name, leaf in tree:
@@ -570,7 +460,8 @@ def _read_opt_state(file: Path, layout: Layout, master: Tree, place: str) -> Opt
         "good_steps": ((1,), "I32"),
         "seed": ((2,), "U32"),
     }
-    with _tensors(file, leaves | scalars, {"limits": ((2,), "F32")}) as tensors:
+    optional = {"limits": ((2,), "F32")}
+    with open_tensors(file, leaves | scalars, optional, told_by=INDEX) as tensors:
         m, v = (
             Tree(layout, to_device(_read_tree(layout, tensors, f"{t}.").buffer, place)) for t in ("m", "v")
         )

@@ -1,7 +1,9 @@
-"""Files that are whole or absent: written beside their place, flushed to the disk, then renamed."""
+"""Files and folders that are whole or absent: written beside their place, flushed to the disk, renamed."""
 
 import os
+import re
 import secrets
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -21,15 +23,69 @@ def write_atomically(path: str | Path, write: Callable[[BinaryIO], object]) -> N
     try:
         with open(temporary, "xb") as file:  # unlike tempfile's 0600, the mode follows the user's umask
             write(file)
-            file.flush()
-            os.fsync(file.fileno())
+            flush(file)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if os.name == "posix":  # the rename itself is on the disk only when the folder is
-        folder = os.open(path.parent, os.O_RDONLY)
+    flush_folder(path.parent)
+
+
+def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
+    """Calls `write(fresh)` on an empty folder beside `folder`, then puts it in that one's place.
+
+    `write` flushes its files. At any moment one of both is whole and can be found: `folder` itself or, after
+    a crash, one of `leftovers(folder)`.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        fresh.mkdir()
+        write(fresh)
+        flush_folder(fresh)
+        _replace(folder, fresh)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
+
+
+def _replace(folder: Path, fresh: Path) -> None:
+    old = folder.with_name(f"{folder.name}.old-{secrets.token_hex(4)}")
+    had_one = folder.exists()
+    if had_one:
+        os.rename(folder, old)
+    try:
+        os.rename(fresh, folder)
+    except BaseException:
+        if had_one:
+            os.rename(old, folder)
+        raise
+    flush_folder(folder.parent)
+    for leftover in leftovers(folder):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Folders that an interrupted `write_folder` left beside `folder`: the new ones first, then the old
+    ones."""
+    if not folder.parent.is_dir():
+        return []
+    form = re.compile(re.escape(folder.name) + r"\.(tmp|old)-[0-9a-f]{8}")
+    found = [entry for entry in folder.parent.iterdir() if form.fullmatch(entry.name)]
+    return sorted(found, key=lambda entry: (".old-" in entry.name, -entry.stat().st_mtime))
+
+
+def flush(file: BinaryIO) -> None:
+    """Returns when what was written is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def flush_folder(folder: Path) -> None:
+    """A name in a folder, new or changed, is on the disk only when the folder is."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(folder)
+            os.fsync(descriptor)
         finally:
-            os.close(folder)
+            os.close(descriptor)

@@ -14,11 +14,7 @@ memory is taken, and an exported folder is whole or absent.
 import contextlib
 import dataclasses
 import json
-import os
 import re
-import secrets
-import shutil
-import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +24,11 @@ from safetensors import SafetensorError, safe_open
 import nbtrain
 from nbtrain.checkpoint import load as load_checkpoint
 from nbtrain.config import GPTConfig
-from nbtrain.device.place import compute_capability, resolve_device, say_once, to_device, to_host, use
+from nbtrain.device.place import compute_capability, resolve_device, say_once, to_device, use
 from nbtrain.errors import InvalidType, InvalidValue
+from nbtrain.files import flush, write_folder
 from nbtrain.precision import resolve_dtype
+from nbtrain.tensor_file import write_tensors
 from nbtrain.tokenizer import BPETokenizer, load_tokenizer
 from nbtrain.train import OptState, init_opt_state
 from nbtrain.tree import Layout, Tree
@@ -149,18 +147,13 @@ def save_pretrained(folder: str | Path, params: Tree, config: GPTConfig, tokeniz
             "tokenizer that it was trained with."
         )
     check_exportable(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
-    try:
-        fresh.mkdir()
+
+    def fill(fresh: Path) -> None:
         _write_model(fresh / MODEL, params, config)
         end = _write_tokenizer(fresh, tokenizer)
         _write_json(fresh / CONFIG, _config_json(config, end))
-        _flush_folder(fresh)
-        _replace(folder, fresh)
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
+
+    write_folder(folder, fill)
     return folder
 
 
@@ -473,23 +466,10 @@ def _config_json(config: GPTConfig, end: int | None) -> dict:
 
 def _write_model(file: Path, params: Tree, config: GPTConfig) -> None:
     """model.safetensors in fp32, one leaf after the other from wherever it is, without the padding."""
+    names = _leaf_names(config)
     rows = {leaf.name: leaf.shape[0] for leaf in params.layout.leaves} | {"wte": config.vocab_size}
-    head: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
-    offset = 0
-    for leaf in params.layout.leaves:
-        shape = [rows[leaf.name], *leaf.shape[1:]]
-        end = offset + 4 * int(np.prod(shape))
-        name = PREFIX + _leaf_names(config)[leaf.name]
-        head[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(head).encode("ascii")
-    text += b" " * (-len(text) % 8)
-    with open(file, "xb") as opened:
-        opened.write(struct.pack("<Q", len(text)) + text)
-        for leaf, x in params:
-            host = to_host(x[: rows[leaf]]).astype("<f4", copy=False)
-            opened.write(np.ascontiguousarray(host).data)
-        _flush(opened)
+    tensors = {PREFIX + names[leaf]: x[: rows[leaf]] for leaf, x in params}
+    write_tensors(file, tensors, {"format": "pt"})  # transformers asks for it
 
 
 def _write_tokenizer(folder: Path, tokenizer) -> int | None:
@@ -514,22 +494,7 @@ def _write_json(file: Path, values: dict) -> None:
 def _write(file: Path, data: bytes) -> None:
     with open(file, "xb") as opened:
         opened.write(data)
-        _flush(opened)
-
-
-def _flush(file) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    """A rename is on the disk only when the folder is."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        flush(opened)
 
 
 def _is_marked(file: Path) -> bool:
@@ -537,23 +502,3 @@ def _is_marked(file: Path) -> bool:
         return str(_read_json(file).get(MARK)).startswith("nbtrain ")
     except InvalidValue:
         return False
-
-
-def _replace(folder: Path, fresh: Path) -> None:
-    """Puts `fresh` in the place of `folder`, whose own content is beside it until then; what exports that
-    were killed left there goes too."""
-    old = folder.with_name(f"{folder.name}.old-{secrets.token_hex(4)}")
-    had_one = folder.exists()
-    if had_one:
-        os.rename(folder, old)
-    try:
-        os.rename(fresh, folder)
-    except BaseException:
-        if had_one:
-            os.rename(old, folder)
-        raise
-    _flush_folder(folder.parent)
-    leftover = re.compile(re.escape(folder.name) + r"\.(tmp|old)-[0-9a-f]{8}")
-    for entry in folder.parent.iterdir():
-        if leftover.fullmatch(entry.name):
-            shutil.rmtree(entry, ignore_errors=True)

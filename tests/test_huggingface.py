@@ -2,6 +2,7 @@
 library; this needs it not."""
 
 import json
+import os
 import shutil
 import tracemalloc
 from pathlib import Path
@@ -375,7 +376,7 @@ def test_an_earlier_export_is_replaced_and_nothing_else_is(tmp_path, folder):
     assert (folder / "model.safetensors").read_bytes() == before and (out / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("step", ["_write_model", "_write_tokenizer", "_write_json", "_replace"])
+@pytest.mark.parametrize("step", ["write_tensors", "_write_tokenizer", "_write_json", "flush"])
 def test_an_export_that_fails_leaves_what_was_there(step, tmp_path, monkeypatch):
     first, _ = init_params(SMALL, seed=1)
     second, _ = init_params(SMALL, seed=2)
@@ -396,14 +397,14 @@ def test_an_export_that_fails_leaves_what_was_there(step, tmp_path, monkeypatch)
 def test_a_rename_that_fails_puts_the_earlier_export_back(tmp_path, monkeypatch):
     params, _ = init_params(SMALL, seed=1)
     save_pretrained(tmp_path / "out", params, SMALL)
-    rename = huggingface.os.rename
+    rename = os.rename
 
     def fails(source, target):
         if ".tmp-" in str(source):
             raise OSError("no")
         rename(source, target)
 
-    monkeypatch.setattr(huggingface.os, "rename", fails)
+    monkeypatch.setattr(os, "rename", fails)
     with pytest.raises(OSError, match="no"):
         save_pretrained(tmp_path / "out", init_params(SMALL, seed=2)[0], SMALL)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out"]
