@@ -1,9 +1,15 @@
 import importlib.util
+import sys
 
 import numpy as np
 import pytest
 
 from nbtrain.device import SIMULATED
+
+if SIMULATED:
+    # The simulator's main thread spins while the kernel's threads want Python's lock, which it keeps for a
+    # whole interval each time: at the usual 5 ms a barrier takes nine times as long.
+    sys.setswitchinterval(1e-4)
 
 # Its kernels are numba-cuda's to write down, whatever runs them.
 collect_ignore = [] if importlib.util.find_spec("numba_cuda") else ["nvidia"]
