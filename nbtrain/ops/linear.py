@@ -10,7 +10,7 @@ of fp32, fp16, bf16.
 On the GPU the products are the vendor's BLAS's, with fp32 accumulation. Some of them add the bias themselves;
 elsewhere y is filled with it and the product is added. accumulate="fp16" sums products of fp16 arrays in
 fp16: faster on some cards, but a sum of K terms loses about log2(K) of its 11 bits and overflows at 65504. On
-the CPU every product is cut into tasks that call BLAS on one thread each.
+the CPU every product is cut into tasks that call BLAS on one thread each, but for those of one row.
 """
 
 import functools
@@ -35,7 +35,7 @@ from nbtrain.device import (
 )
 from nbtrain.device.arrays import FLOATS
 from nbtrain.device.blas import fuses_bias, gemm
-from nbtrain.device.cpu import add_rows, fill, mm, span, task_count
+from nbtrain.device.cpu import add_rows, fill, mm, routine, span, task_count
 from nbtrain.device.reduce import sum_rows
 from nbtrain.errors import InvalidType, InvalidValue, Unavailable
 
@@ -92,6 +92,53 @@ def _product_cpu(a, b, bias, out, beta, tasks, by_rows):
                 for j in range(right - left):
                     row[j] = b_[j]
         mm(a[top:bottom], b[:, left:right], out[top:bottom, left:right], ONE, beta)
+
+
+@twin(writes="out")
+def _row_cpu(a, b, bias, out, beta, tasks):
+    """`_product_cpu` for one row: BLAS would pack the matrix, which is read once. A task takes columns, four
+    rows of b for each pass over them."""
+    K, N = b.shape
+    for t in prange(tasks):
+        left, right = span(t, tasks, N, 16)
+        o = out[0, left:right]
+        _begin_row(o, bias, beta, left)
+        whole = K // 4 * 4
+        for k in range(0, whole, 4):
+            w, x, y, z = a[0, k], a[0, k + 1], a[0, k + 2], a[0, k + 3]
+            c, d, e, f = b[k, left:right], b[k + 1, left:right], b[k + 2, left:right], b[k + 3, left:right]
+            for j in range(right - left):
+                o[j] += (w * c[j] + x * d[j]) + (y * e[j] + z * f[j])
+        for k in range(whole, K):
+            w, c = a[0, k], b[k, left:right]
+            for j in range(right - left):
+                o[j] += w * c[j]
+
+
+@twin(writes="out")
+def _row_transposed_cpu(a, columns, bias, out, beta, tasks):
+    """`_row_cpu` for b = columns.T, whose columns are contiguous."""
+    N, K = columns.shape
+    x = a[0]
+    for t in prange(tasks):
+        left, right = span(t, tasks, N, 16)
+        o = out[0, left:right]
+        _begin_row(o, bias, beta, left)
+        for j in range(left, right):
+            column, s = columns[j], ZERO
+            for k in range(K):
+                s += x[k] * column[k]
+            o[j - left] += s
+
+
+@routine
+def _begin_row(o, bias, beta, left):
+    """What the sums are added to; beta = 0 reads nothing."""
+    for j in range(o.size):
+        if bias is not None:
+            o[j] = bias[left + j]
+        else:
+            o[j] = o[j] * beta if beta != ZERO else ZERO
 
 
 @twin(writes="dweight dbias", blas=True)
@@ -214,8 +261,13 @@ def _product(a, b, out, *, bias=None, beta=0.0, accumulate="fp32"):
             bias, beta = None, 1.0
         gemm(a, b, out, beta=beta, accumulate=accumulate, bias=bias)
     else:
-        beta = ONE if bias is not None else np.float32(beta)
-        _product_cpu(a, b, bias, out, beta, _shares(max(M, N)), M >= N)
+        beta, tasks = ONE if bias is not None else np.float32(beta), _shares(max(M, N))
+        if M == 1 and b.flags.c_contiguous:
+            _row_cpu(a, b, bias, out, beta, tasks)
+        elif M == 1 and b.flags.f_contiguous:
+            _row_transposed_cpu(a, b.T, bias, out, beta, tasks)
+        else:
+            _product_cpu(a, b, bias, out, beta, tasks, M >= N)
 
 
 def _backward_weight(dy, x, dweight, dbias, accumulate):

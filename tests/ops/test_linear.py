@@ -30,8 +30,8 @@ SHAPES = [
     (Y + 1, 2, WIDE + 1),
     (MANY, 4, 16),
 ]
-# Cut into several tasks by rows of y, by columns of y, by rows of dweight, by columns of dweight.
-CPU_SHAPES = [(515, 9, 130), (40, 17, 700), (300, 203, 33)]
+# Cut into several tasks by rows of y, by columns of y, by rows of dweight, by columns of dweight; one row.
+CPU_SHAPES = [(515, 9, 130), (40, 17, 700), (300, 203, 33), (1, 203, 700)]
 GPT2_SHAPES = [(2048, 768, 2304), (515, 3072, 768), (1000, 767, 1031), (64, 1600, 6400)]
 
 
@@ -134,6 +134,17 @@ def test_matmul_adds_beta_times_out(xp, dtype):
     out = matmul(dlogits.T, h, out=before.copy(), beta=0.5)
     want = reference.f64(dlogits).T @ reference.f64(h) + 0.5 * reference.f64(before)
     assert_close(out, want, np.float32)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_a_row_is_added_to_beta_times_out(xp, transposed, beta):
+    """With beta = 0 what out holds is not read."""
+    a, b, b_t, before = randn(xp, np.float32, (1, 17), (17, 24), (24, 17), (1, 24))
+    b = b_t.T if transposed else b
+    want = reference.f64(a) @ reference.f64(b) + beta * reference.f64(before)
+    out = before.copy() if beta else xp.full((1, 24), np.nan, np.float32)
+    assert_close(matmul(a, b, out=out, beta=beta), want, np.float32)
 
 
 def test_repeated_backward_is_bitwise_equal(xp):
