@@ -69,7 +69,7 @@ def batch_of(seed, B=16):
 
 # --- One pure step
 
-schedule = dict(schedule="cosine", lr=3e-3, min_lr=3e-4, warmup=10, total=args.steps)
+schedule = dict(schedule="cosine", lr=3e-3, min_lr=3e-4, warmup=args.steps // 6, total=args.steps)
 train_config = nb.TrainConfig(**schedule, weight_decay=0.1, clip=1.0)
 pure_step = nb.make_train_step(config, train_config)
 
@@ -82,7 +82,7 @@ assert bits(again) == bits(first_params)  # and the same inputs give the same bi
 print(f"first step: {metrics}")
 
 # The learning rate is a function of the step, here on the host.
-lr_at = Schedule("cosine", lr=3e-3, min_lr=3e-4, warmup=10, total=args.steps).lr_at
+lr_at = Schedule("cosine", lr=3e-3, min_lr=3e-4, warmup=args.steps // 6, total=args.steps).lr_at
 assert np.isclose(float(metrics.lr), lr_at(0), rtol=1e-6)
 
 # --- The same step, in place

@@ -102,8 +102,8 @@ def save(step, wait):
 
 
 def write(step, metrics):
-    """A step's numbers, to the log and now and then to the terminal. Reading them waits for the device, so
-    the loop does it one step late."""
+    """A step's numbers, to the log and now and then to the terminal. Reading them waits for the device, so on
+    a GPU the loop does it one step late."""
     global at
     elapsed, at = time.perf_counter() - at, time.perf_counter()
     row = {"step": step} | metrics.read() | {"tokens_per_s": round(args.total_batch_tokens / elapsed)}
@@ -112,7 +112,8 @@ def write(step, metrics):
         print(f"step {step}/{args.steps}: loss {row['loss']:.4f}, {row['tokens_per_s']:,} tokens/s")
 
 
-first, last, at = int(opt_state.step[0]) + 1, None, time.perf_counter()
+first, unread, at = int(opt_state.step[0]) + 1, [], time.perf_counter()
+late = 0 if params.device == "cpu" else 1
 with (
     open(args.out / "log.jsonl", "a" if args.resume else "w", buffering=1) as log,
     nb.batches(train_files, B=args.batch_size, micro=micro, seed=0, state=state, **spec) as source,
@@ -120,17 +121,18 @@ with (
 ):
     for step in range(first, args.steps + 1):
         params, opt_state, metrics = train_step(params, opt_state, next(source))
-        if last is not None:
-            write(*last)
-        last = step, metrics
+        unread.append((step, metrics))
+        if len(unread) > late:
+            write(*unread.pop(0))
         if val_files and step % args.eval_every == 0:
             loss = validate(max_batches=40)
             log.write(json.dumps({"step": step, "val_loss": loss}) + "\n")
             print(f"step {step}: validation loss {loss:.4f}")
         if step % args.save_every == 0 and step < args.steps:
             save(step, wait=False)
-    if last is not None:
-        write(*last)
+    for numbers in unread:
+        write(*numbers)
+    if first <= args.steps:
         save(step, wait=True)
 
 if val_files:
