@@ -37,8 +37,9 @@ PREFILL_TOKENS = 16_384  # that are prefilled at once, unless a single sequence 
 class Decoder:
     """The cache of B sequences, and the forward pass of one more token for each.
 
-    The memory of `params` is read by every step, and kept; but 16-bit weights on the CPU are widened to fp32
-    once, here. Not for several threads at once.
+    The memory of `params` is kept and read by every step, whatever becomes of that tree: training that writes
+    over it changes the model. But 16-bit weights on the CPU are widened to fp32, here and by `refresh`. Not
+    for several threads at once.
     """
 
     def __init__(self, params: Tree, config: GPTConfig, batch_size: int, length: int | None = None):
@@ -56,7 +57,7 @@ class Decoder:
         self.device, self._source = params.device, params.buffer
         if self.device == "cpu" and params.dtype != np.float32:
             params = Tree(params.layout, params.buffer.astype(np.float32))
-        self._params = params
+        self._params = params.alias()  # a step may consume the caller's tree
         self._n = np.zeros(batch_size, np.int64)  # lengths, known on the host
         with use(self.device):
             xp = array_module(params.buffer)
@@ -65,6 +66,7 @@ class Decoder:
             self._tokens, self._lengths = (xp.zeros(batch_size, np.int32) for _ in range(2))
             self._prefill_scratch, self._step_scratch = Scratch(params.buffer), Scratch(params.buffer)
             self._graph = self._captured() if on_gpu(self._tokens) else None
+            self._lengths.fill(0)  # warming up took a step
 
     @property
     def tokens(self):
@@ -79,6 +81,12 @@ class Decoder:
     def serves(self, params: Tree) -> bool:
         """True if it was made with this memory."""
         return params.buffer is self._source
+
+    def refresh(self) -> None:
+        """Takes over weights that were written to the memory of `params` since. Sequences begun before hold
+        keys and values of the old ones: start them anew."""
+        if self._params.buffer is not self._source:
+            self._params.buffer[...] = self._source
 
     def start(self, rows: Sequence[int], sequences: Sequence[np.ndarray]) -> None:
         """Makes each of `rows` begin anew with a sequence (n,) int32 of 1 … length ids, which the host has

@@ -30,6 +30,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    stop: int | None = None,
     decoder: Decoder | None = None,
 ):
     """The prompt and what the model makes of it, int32: (n + max_new_tokens,) for one prompt (n,), (B, n +
@@ -38,13 +39,16 @@ def generate(
     `config` is the one that params were made with: the weights alone do not tell the number of heads.
     `temperature` 0 takes the likeliest token; `top_k` keeps the k likeliest; `top_p` the fewest that reach
     that probability together (Holtzman et al., 2020). The same seed gives the same draws for each place in
-    the batch, whatever the other prompts are. `decoder` is a Decoder of these params and as many sequences as
-    there are prompts, to be used again from call to call: making one takes memory and, on a GPU, a capture.
-    Raises InvalidValue or InvalidType before the first token, and InvalidValue where logits are not finite.
+    the batch, whatever the other prompts are. `stop` is the id that ends a text, a tokenizer's eot: behind it
+    a row holds nothing but `stop`, and once every row has ended there are no further tokens, so that the
+    result may be shorter. `decoder` is a Decoder of these params and as many sequences as there are prompts,
+    to be used again from call to call: making one takes memory and, on a GPU, a capture. Raises InvalidValue
+    or InvalidType before the first token, and InvalidValue where logits are not finite.
     """
     prompts, shape = _checked_prompts(prompt_ids, config.vocab_size)
-    options: dict = dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, decoder=decoder)
-    stream = generate_stream(params, config, prompts, max_new_tokens=max_new_tokens, **options)
+    options: dict = dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    options |= dict(stop=stop, decoder=decoder, max_new_tokens=max_new_tokens)
+    stream = generate_stream(params, config, prompts, **options)
     fresh = np.array(list(stream), np.int32).reshape(-1, len(prompts)).T
     texts = [np.concatenate(pair) for pair in zip(prompts, fresh, strict=True)]
     if shape is None:
@@ -62,6 +66,7 @@ def generate_stream(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    stop: int | None = None,
     decoder: Decoder | None = None,
 ) -> Iterator:
     """`generate`, token by token as they come: int32 scalars for a prompt (n,), (B,) int32 for B prompts.
@@ -74,6 +79,12 @@ def generate_stream(
     check_options(temperature, top_k, top_p)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise InvalidValue(f"seed must be an int, 0 or more; got {seed!r}.")
+    if stop is not None and (
+        isinstance(stop, bool) or not isinstance(stop, int) or not 0 <= stop < config.vocab_size
+    ):
+        raise InvalidValue(
+            f"stop must be an id, an int in 0 … {config.vocab_size - 1}, or None; got {stop!r}."
+        )
     longest = max(len(prompt) for prompt in prompts) + max_new_tokens
     need = min(longest, config.block_size)
     if decoder is None:
@@ -85,12 +96,14 @@ def generate_stream(
             f"the decoder holds {decoder.batch_size} sequences of {decoder.length} tokens; this call needs "
             f"{len(prompts)} of {need}. Make one with Decoder(params, config, {len(prompts)}, {need})."
         )
+    else:
+        decoder.refresh()
     draw = dict(temperature=temperature, top_k=top_k, top_p=top_p)
-    tokens = _stream(decoder, prompts, max_new_tokens, draw, seed)
+    tokens = _stream(decoder, prompts, max_new_tokens, draw, seed, stop)
     return (token[0] for token in tokens) if shape is not None and len(shape) == 1 else tokens
 
 
-def _stream(decoder, prompts, max_new_tokens, draw, seed):
+def _stream(decoder, prompts, max_new_tokens, draw, seed, stop):
     block_size, vocab_size = decoder.config.block_size, decoder.config.vocab_size
     texts = [list(prompt[-block_size:]) for prompt in prompts]  # what the windows are cut from
     with use(decoder.device):
@@ -98,13 +111,21 @@ def _stream(decoder, prompts, max_new_tokens, draw, seed):
     decoder.start(range(len(prompts)), [np.array(text, np.int32) for text in texts])
     runs_ahead = decoder.device != "cpu"  # the next step is launched before this one's tokens are read
     pending: Download | None = None
+    ended = np.zeros(len(prompts), bool)
 
     def arrived(download: Download) -> np.ndarray:
         tokens = download.wait()
-        for text, token in zip(texts, tokens, strict=True):
-            _check_token(int(token))
-            text.append(int(token))
+        for row, text in enumerate(texts):
+            if ended[row]:
+                tokens[row] = stop
+                continue
+            token = int(tokens[row])
+            _check_token(token)
+            text.append(token)
             del text[:-block_size]
+            ended[row] = token == stop
+        if not runs_ahead:
+            decoder.tokens[...] = tokens  # what an ended row has drawn need not be an id
         return tokens
 
     for i in range(max_new_tokens):
@@ -113,8 +134,10 @@ def _stream(decoder, prompts, max_new_tokens, draw, seed):
             if pending is not None:  # the window ends with it
                 yield arrived(pending)
                 pending = None
-            keep = max(1, block_size // 2)
-            decoder.start(full, [np.array(texts[row][-keep:], np.int32) for row in full])
+                if ended.all():
+                    return
+            keep = np.where(ended, 1, max(1, block_size // 2))
+            decoder.start(full, [np.array(texts[row][-keep[row] :], np.int32) for row in full])
         logits = decoder.step()
         with use(decoder.device):
             sample(logits, key, vocab_size=vocab_size, site=i, out=decoder.tokens, **draw)
@@ -122,6 +145,8 @@ def _stream(decoder, prompts, max_new_tokens, draw, seed):
         before, pending = (pending, download) if runs_ahead else (download, None)
         if before is not None:
             yield arrived(before)
+            if ended.all():
+                return
     if pending is not None:
         yield arrived(pending)
 

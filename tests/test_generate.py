@@ -4,6 +4,7 @@ import pytest
 
 from nbtrain.config import GPTConfig
 from nbtrain.decode import Decoder
+from nbtrain.device.download import Download
 from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.generate import generate, generate_stream
 from nbtrain.model import GPT, init_params
@@ -116,6 +117,43 @@ def test_the_stream_yields_the_tokens_that_generate_returns():
     assert [row.shape for row in rows] == [(2,)] * 3
 
 
+def test_a_row_that_has_ended_stays_ended_and_changes_no_other():
+    """The result is as long as the last row to end, and goes on past the window."""
+    params, prompts = _params(), [[3, 7], [1, 1], [9, 0], [5, 5]]
+    whole = generate(params, CONFIG, prompts, max_new_tokens=40, seed=1, temperature=1.5)[:, 2:]
+    stop = 10
+    ends = [row.tolist().index(stop) for row in whole]  # each of them has one
+    assert len(set(ends)) == 4 and min(ends) < 8 and 3 * CONFIG.block_size < max(ends) < 39
+    got = generate(params, CONFIG, prompts, max_new_tokens=40, seed=1, temperature=1.5, stop=stop)[:, 2:]
+    assert got.shape == (4, max(ends) + 1)
+    for row, want, end in zip(got, whole, ends, strict=True):
+        assert row[: end + 1].tolist() == want[: end + 1].tolist() and (row[end:] == stop).all()
+    short = generate(params, CONFIG, prompts, max_new_tokens=3, seed=1, temperature=1.5, stop=stop)
+    assert (short[:, 2:] == got[:, :3]).all()
+
+
+def test_one_text_ends_with_stop():
+    params, config = _params(), GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=4, vocab_size=11)
+    whole = generate(params, CONFIG, [4, 2], max_new_tokens=12, seed=1)[2:].tolist()
+    stop = next(token for token in whole[2:] if token not in whole[:2])
+    stream = generate_stream(params, CONFIG, [4, 2], max_new_tokens=12, seed=1, stop=stop)
+    assert [int(token) for token in stream] == whole[: whole.index(stop) + 1]
+    assert len(generate(_params(config), config, [1], max_new_tokens=9, stop=None)) == 10
+
+
+def test_what_an_ended_row_draws_does_not_matter():
+    """A model that is lost from position 5 on, which only a row that has ended comes to."""
+    params, prompts = _params(), [[5, 5, 8, 10, 0], [0]]
+    want = generate(params, CONFIG, prompts, max_new_tokens=4, temperature=0)
+    stop = int(want[0][5])
+    assert stop not in want[1]
+    params["wpe"][5:] = np.nan
+    got = generate(params, CONFIG, prompts, max_new_tokens=4, temperature=0, stop=stop)
+    assert got[0].tolist() == prompts[0] + [stop] * 4 and got[1].tolist() == want[1].tolist()
+    with pytest.raises(InvalidValue, match="logit of token 0 is nan"):
+        generate(params, CONFIG, prompts, max_new_tokens=4, temperature=0)
+
+
 def test_no_new_tokens_is_the_prompt():
     assert generate(_params(), CONFIG, [4, 2], max_new_tokens=0).tolist() == [4, 2]
     assert generate(_params(), CONFIG, [[4, 2]], max_new_tokens=0).tolist() == [[4, 2]]
@@ -155,6 +193,8 @@ def test_a_lost_model_raises_instead_of_writing():
         ([1], dict(top_p=0.0), InvalidValue, "top_p"),
         ([1], dict(top_p=1.1), InvalidValue, "top_p"),
         ([1], dict(seed=-1), InvalidValue, "seed"),
+        ([1], dict(stop=11), InvalidValue, "stop must be an id, an int in 0 … 10"),
+        ([1], dict(stop=True), InvalidValue, "stop"),
     ],
 )
 def test_wrong_arguments_are_refused_before_the_first_token(prompt, options, error, message):
@@ -200,6 +240,20 @@ def test_a_decoder_serves_call_after_call():
         assert (got == generate(params, CONFIG, prompt, max_new_tokens=12, temperature=0)).all()
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_a_decoder_follows_training_that_writes_over_its_weights(dtype):
+    """As donated and captured steps do: the memory stays, the caller's tree is consumed."""
+    master, other = _params(), _params(seed=1)
+    params = type(master)(master.layout, master.buffer.astype(dtype))
+    decoder = Decoder(params, CONFIG, 1)
+    prompt, options = [4, 2, 9], dict(max_new_tokens=12, temperature=0)
+    before = generate(params, CONFIG, prompt, decoder=decoder, **options)
+    trained = params.consume()
+    trained.buffer[...] = other.buffer.astype(dtype)
+    got = generate(trained, CONFIG, prompt, decoder=decoder, **options)
+    assert (got == generate(trained, CONFIG, prompt, **options)).all() and (got != before).any()
+
+
 def test_a_decoder_that_does_not_fit_is_refused():
     params, other = _params(), _params(seed=1)
     with pytest.raises(InvalidValue, match="other params"):
@@ -220,3 +274,22 @@ def test_a_full_cache_is_refused():
         decoder.step()
     with pytest.raises(InvalidValue, match="1 … 2 tokens; got 3 for row 0"):
         decoder.start([0], [np.array([1, 2, 3], np.int32)])
+
+
+# The copy of the tokens
+
+
+def test_a_copy_that_nobody_waited_for_is_over_before_its_memory_is_given_back():
+    class Event:
+        waited = 0
+
+        def synchronize(self):
+            self.waited += 1
+
+    for wait in (False, True):
+        download, event = Download(np.arange(3)), Event()
+        download._event = event  # as on a GPU
+        if wait:
+            assert download.wait().tolist() == [0, 1, 2]
+        del download
+        assert event.waited == 1

@@ -31,3 +31,7 @@ class Download:
             self._event = self._source = None
             self._host = self._host.copy()  # pinned memory goes back to its pool
         return self._host
+
+    def __del__(self):
+        if getattr(self, "_event", None) is not None:
+            self._event.synchronize()  # or the pool would hand out memory that the copy has yet to write
