@@ -1,8 +1,8 @@
 """safetensors files: written one tensor after the other, read once every name, shape and dtype is right.
 
-8 bytes, uint64 little-endian: length of the header
-header                         JSON: name -> dtype, shape, data_offsets; padded with spaces to 8 bytes
-data                           the tensors in the header's order, without gaps
+length    8 bytes, uint64 little-endian: that of the header
+header    JSON: name -> dtype, shape, data_offsets; padded with spaces to 8 bytes
+data      the tensors in the header's order, without gaps
 """
 
 import contextlib
