@@ -39,7 +39,7 @@ class TextLoss(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return math.inf if self.loss > 700 else math.exp(self.loss)
 
 
 class Question(NamedTuple):
@@ -218,6 +218,8 @@ def _padded(rows, first_targets, T: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _check_ids(ids: np.ndarray, vocab_size: int, name: str) -> None:
+    if ids.dtype.kind not in "iu":
+        raise InvalidType(f"{name} must be integers; got {ids.dtype}. A tokenizer's encode makes them.")
     bad = (ids < 0) | (ids >= vocab_size)
     if bad.any():
         at = int(bad.argmax())

@@ -22,6 +22,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 import nbtrain
+from nbtrain.checkpoint import INDEX, STEPS
 from nbtrain.checkpoint import load as load_checkpoint
 from nbtrain.config import GPTConfig
 from nbtrain.device.place import compute_capability, resolve_device, say_once, to_device, use
@@ -160,7 +161,8 @@ def save_pretrained(folder: str | Path, params: Tree, config: GPTConfig, tokeniz
 def is_pretrained(folder: str | Path) -> bool:
     """Whether `folder` is meant as one of `transformers`, not a checkpoint or a run of nbtrain."""
     folder = Path(folder)
-    of_ours = any(folder.glob("checkpoint*"))  # checkpoint.json, or a run's checkpoint(s)
+    # Not "checkpoint*": transformers' Trainer keeps checkpoint-500 and so on beside its model.
+    of_ours = any((folder / name).exists() for name in (INDEX, STEPS))
     return not of_ours and any((folder / name).exists() for name in (CONFIG, MODEL, SHARDS, *PICKLES))
 
 

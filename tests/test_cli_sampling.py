@@ -6,14 +6,14 @@ import re
 import numpy as np
 import pytest
 
-from nbtrain.checkpoint import save
+from nbtrain.checkpoint import load, save
 from nbtrain.cli import main
-from nbtrain.cli.sample import printable
+from nbtrain.cli.sample import pieces, print_sample, print_samples, printable
 from nbtrain.config import GPTConfig
 from nbtrain.evaluation import loss_of_tokens
 from nbtrain.generate import generate
 from nbtrain.model import init_params
-from nbtrain.tokenizer import ByteTokenizer, CharTokenizer
+from nbtrain.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 
 CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=12, vocab_size=256)
 
@@ -52,6 +52,53 @@ def test_several_prompts_are_written_side_by_side(model, nb):
     for text, shown in zip(texts, printed, strict=True):
         visible = re.findall(r"[!-~]", tokenizer.decode(text))
         assert re.findall(r"[!-~]", shown) == visible and len(visible) > 1
+
+
+def test_texts_end_with_the_end_of_text(model, capsys):
+    folder, params = model
+    tokenizer, prompts, options = ByteTokenizer(), ["abc", "z", "y"], dict(temperature=3.0, seed=1)
+    ids = [list(prompt.encode()) for prompt in prompts]
+    whole = generate(params, CONFIG, ids, max_new_tokens=200, **options)
+    texts = [text[len(prompt) :].tolist() for text, prompt in zip(whole, prompts, strict=True)]
+    tokenizer.eot = next(id for id in texts[0][5:] if all(id in text for text in texts))
+    texts = [bytes(text[: text.index(tokenizer.eot)]).decode("utf-8", "replace") for text in texts]
+    shown = [printable(prompt + text) for prompt, text in zip(prompts, texts, strict=True)]
+    checkpoint = load(folder, "cpu")._replace(tokenizer=tokenizer)
+    print_samples(checkpoint, prompts, 200, **options)
+    assert capsys.readouterr().out == "".join(f"--- {i}\n{text}\n" for i, text in enumerate(shown, 1))
+    print_sample(checkpoint, "abc", 200, **options)
+    assert capsys.readouterr().out == shown[0] + "\n"
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe", "word"])
+def test_pieces_are_the_text(kind):
+    """Characters of several bytes, a part of one at the end, and a decoder that drops a leading space."""
+    text = "Grüße 🙂🙂 und €, 你好 a b c. " * 4
+    if kind == "byte":
+        tokenizer, ids = ByteTokenizer(), [*text.encode(), 0xFF, 0x61, 0xF0, 0x9F]
+    elif kind == "bpe":
+        tokenizer = BPETokenizer.train([text[:20]], 262)
+        ids = [*tokenizer.encode(text).tolist(), *tokenizer.encode("🙂").tolist()[:-1]]
+    else:
+        vocab = {"▁a": 0, "▁b": 1, "c": 2, "<unk>": 3}
+        model = dict(type="WordLevel", vocab=vocab, unk_token="<unk>")
+        decoder = dict(type="Metaspace", replacement="▁", prepend_scheme="always", split=True)
+        tokenizer, ids = BPETokenizer(json.dumps(dict(model=model, decoder=decoder))), [0, 1, 2, 0, 0, 1]
+        assert tokenizer.decode(ids) == "a bc a a b" != "".join(tokenizer.decode([id]) for id in ids)
+    found = list(pieces(tokenizer, iter(ids)))
+    assert "".join(found) == tokenizer.decode(ids) and len(found) > 5
+
+
+def test_pieces_do_not_take_longer_from_token_to_token():
+    decoded = []
+
+    class Counting(ByteTokenizer):
+        def decode(self, ids):
+            decoded.append(len(ids))
+            return super().decode(ids)
+
+    assert "".join(pieces(Counting(), iter("Grüße".encode() * 300))) == "Grüße" * 300
+    assert max(decoded) <= 4
 
 
 def test_prompts_come_from_a_file_and_samples_in_number(model, nb, tmp_path):

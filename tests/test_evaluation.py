@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbtrain.config import GPTConfig
-from nbtrain.errors import InvalidValue
+from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.evaluation import (
     MOST_LINE_BYTES,
     Question,
@@ -50,6 +50,7 @@ def test_the_loss_is_the_mean_over_windows_behind_each_other():
 
 def test_perplexity_is_the_exponential_of_the_loss():
     assert TextLoss(2.0, 5).perplexity == pytest.approx(np.exp(2.0)) and TextLoss(1e4, 5).perplexity == np.inf
+    assert np.isnan(TextLoss(float("nan"), 5).perplexity)
 
 
 def test_log_likelihoods_count_the_continuation_only():
@@ -109,6 +110,8 @@ def test_what_a_tokenizer_or_model_cannot_take_is_named_with_its_line():
         multiple_choice(params, CONFIG, ByteTokenizer(), [question])
     with pytest.raises(InvalidValue, match=r"ids\[2\] is 256"):
         loss_of_tokens(params, CONFIG, [1, 2, 256])
+    with pytest.raises(InvalidType, match="ids must be integers; got float64"):
+        loss_of_tokens(params, CONFIG, [1.5, 2.5])
     with pytest.raises(InvalidValue, match=r"n >= 2; got shape \(1,\)"):
         loss_of_tokens(params, CONFIG, [1])
     with pytest.raises(InvalidValue, match="batch_size"):

@@ -495,6 +495,8 @@ def test_what_a_folder_is_meant_as(tmp_path, folder):
     assert is_pretrained(folder) and not is_pretrained(tmp_path / "run")
     assert not is_pretrained(tmp_path / STEP) and not is_pretrained(tmp_path / "nowhere")
     assert load_init(tmp_path / "run", "fp32", "cpu")[0] == SMALL
+    (folder / "checkpoint-500").mkdir()  # of transformers' Trainer
+    assert is_pretrained(folder)
     with pytest.raises(InvalidValue, match="no checkpoint at"):
         load_init(tmp_path / "nowhere", "fp32", "cpu")
     with pytest.raises(InvalidValue, match="where there is none"):

@@ -71,13 +71,14 @@ def eval_(
 
 
 def _print_loss_of_files(params, config, data, format, batch_size) -> None:
-    import math
-
     from nbtrain.data import eval_batches
+    from nbtrain.evaluation import TextLoss
     from nbtrain.run import evaluate
     from nbtrain.train import make_eval_step
 
     files: dict = dict(format=format, vocab_size=config.vocab_size, device=params.device)
     chosen = eval_batches(data, B=batch_size, T=config.block_size, **files)
-    loss, n = evaluate(make_eval_step(config), params, chosen)
-    print(f"loss {loss:.4f} nats per token, perplexity {math.exp(loss):.2f}, {n:,} tokens")
+    found = TextLoss(*evaluate(make_eval_step(config), params, chosen))
+    print(
+        f"loss {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}, {found.n_tokens:,} tokens"
+    )

@@ -2,6 +2,7 @@
 
 import sys
 import unicodedata
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +25,7 @@ def sample(
         Path | None, typer.Option(help="A text file with a prompt on each line, instead.")
     ] = None,
     num_samples: Annotated[int, typer.Option(help="Texts for each prompt.", min=1)] = 1,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add.")] = 400,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add, at most.")] = 400,
     temperature: Annotated[
         float, typer.Option(help="Below 1 likelier tokens are favoured; 0 takes the likeliest.")
     ] = 0.8,
@@ -36,6 +37,8 @@ def sample(
     device: Annotated[str, typer.Option(help="cpu, cuda:0, hip:0 or auto.")] = "auto",
 ) -> None:
     """Print text that a model writes: one as it comes, several when they are done.
+
+    A text ends where the tokenizer's end-of-text is drawn, if it has one, or with --max-new-tokens.
 
     Example: nbtrain sample runs/demo --prompt "ROMEO" --max-new-tokens 200
     Example: nbtrain sample runs/demo --prompt "KING" --prompt "QUEEN" --top-k 20
@@ -81,21 +84,42 @@ def print_sample(checkpoint, prompt: str | None, max_new_tokens: int, **options)
     tokenizer = checkpoint.tokenizer
     ids = _ids(tokenizer, prompt)
     print(printable(prompt or ""), end="", flush=True)
-    printed, tokens, n_unknown = 0, [], 0
-    stream = generate_stream(
-        checkpoint.params, checkpoint.config, ids, max_new_tokens=max_new_tokens, **options
-    )
-    for token in stream:
-        if token >= tokenizer.vocab_size:
-            n_unknown += 1
-            continue
-        tokens.append(int(token))
-        text = tokenizer.decode(tokens)
-        whole = text.rstrip("\ufffd")  # bytes at the end may be the first of a character
-        print(printable(whole[printed:]), end="", flush=True)
-        printed = max(printed, len(whole))
-    print(printable(tokenizer.decode(tokens)[printed:]) if tokens else "")
+    n_unknown = 0
+
+    def known() -> Iterator[int]:
+        nonlocal n_unknown
+        for token in generate_stream(
+            checkpoint.params, checkpoint.config, ids, max_new_tokens=max_new_tokens,
+            stop=tokenizer.eot, **options,
+        ):  # fmt: skip
+            n_unknown += int(token >= tokenizer.vocab_size)
+            if token < tokenizer.vocab_size and token != tokenizer.eot:
+                yield int(token)
+
+    for piece in pieces(tokenizer, known()):
+        print(printable(piece), end="", flush=True)
+    print()
     _tell_unknown(n_unknown, checkpoint)
+
+
+def pieces(tokenizer, tokens: Iterable[int]) -> Iterator[str]:
+    """The text of ids bit by bit, as they come; together it is what `decode` makes of all of them. Bytes at
+    an end may be the first of a character, and wait for the others.
+
+    Ids are decoded behind those of the piece before, since a decoder may drop a space at the beginning; not
+    behind all, which would take longer from token to token.
+    """
+    ids: list[int] = []
+    begin = end = 0  # ids[begin:end] are the piece before
+    before = now = ""
+    for token in tokens:
+        ids.append(token)
+        now = tokenizer.decode(ids[begin:])
+        if not now.endswith("\ufffd"):
+            yield now[len(before) :]
+            begin, end = end, len(ids)
+            before = now = tokenizer.decode(ids[begin:])
+    yield now[len(before) :]
 
 
 def print_samples(checkpoint, prompts: list[str | None], max_new_tokens: int, **options) -> None:
@@ -104,13 +128,17 @@ def print_samples(checkpoint, prompts: list[str | None], max_new_tokens: int, **
 
     tokenizer = checkpoint.tokenizer
     ids = [_ids(tokenizer, prompt) for prompt in prompts]
-    texts = generate(checkpoint.params, checkpoint.config, ids, max_new_tokens=max_new_tokens, **options)
+    texts = generate(
+        checkpoint.params, checkpoint.config, ids, max_new_tokens=max_new_tokens, stop=tokenizer.eot,
+        **options,
+    )  # fmt: skip
     n_unknown = 0
-    for i, (prompt, prompt_ids, text) in enumerate(zip(prompts, ids, texts, strict=True), 1):
-        fresh = text[len(prompt_ids) :]
+    for i, (prompt, prompt_ids, whole) in enumerate(zip(prompts, ids, texts, strict=True), 1):
+        fresh = whole[len(prompt_ids) :]
         known = fresh[fresh < tokenizer.vocab_size]
         n_unknown += len(fresh) - len(known)
-        print(f"--- {i}\n{printable((prompt or '') + tokenizer.decode(known))}")
+        text = tokenizer.decode(known[known != tokenizer.eot])
+        print(f"--- {i}\n{printable((prompt or '') + text)}")
     _tell_unknown(n_unknown, checkpoint)
 
 

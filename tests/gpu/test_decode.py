@@ -107,7 +107,7 @@ def test_the_graph_follows_training_that_writes_over_its_weights():
     decoder, options = Decoder(params, SMALL, 1), dict(max_new_tokens=40, temperature=0)
     before = generate(params, SMALL, [4, 2, 9], decoder=decoder, **options)
     trained = params.consume()
-    trained.buffer *= np.float32(-0.5)
+    trained.buffer[...] *= np.float32(-0.5)
     got = generate(trained, SMALL, [4, 2, 9], decoder=decoder, **options)
     assert (got == generate(trained, SMALL, [4, 2, 9], **options)).all() and (got != before).any()
 
