@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[1] / "nbtrain"
 # A module may import from earlier rows, and from its own row where that is said.
 LAYERS = [
     {"errors"},
-    {"files", "bpe"},
+    {"files", "bpe", "lock", "interrupt"},
     {"device"},
     {"config", "tree"},
     {"ops"},
