@@ -108,6 +108,8 @@ def describe(params: Tree, opt_state: OptState | None, *, config, train_config, 
                 f"{name} has {tree.n_params:,} elements in another layout than this config's "
                 f"{layout.n_params:,}. Pass the config that they were made with."
             )
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, config)
     dtype = next(name for name, dtype in FLOATS.items() if dtype == params.dtype)
     index = {
         "format": FORMAT,
@@ -127,6 +129,15 @@ def describe(params: Tree, opt_state: OptState | None, *, config, train_config, 
         return json.loads(json.dumps(index))  # as it will be read: tuples are lists, keys are str
     except (TypeError, ValueError) as error:
         raise InvalidType(f"data_state and extra must be what JSON can hold: {error}.") from None
+
+
+def check_tokenizer(tokenizer, config: GPTConfig) -> None:
+    """Raises where the model lacks ids of the tokenizer."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise InvalidValue(
+            f"the tokenizer has {tokenizer.vocab_size:,} ids, the model only {config.vocab_size:,}. Make "
+            "vocab_size as large, or take the tokenizer that the data were written with."
+        )
 
 
 def write(directory: Path, index: dict, weights: Tree, opt_state: OptState | None) -> None:
@@ -164,17 +175,19 @@ def load(
         raise InvalidValue(f"there is no checkpoint in {folder} yet.{hint}")
     if (directory / INDEX).is_file() or not paths:
         return _load(_find(directory), place)
-    damages = []
-    for path in paths:
+    damages: dict[Path, str] = {}
+    while path := next((path for path in paths if path not in damages), None):
         try:
             found = _load(_find(path), place)
         except (InvalidValue, OSError) as error:
-            damages.append(str(error))
+            damages[path] = str(error)
+            paths = saved_steps(folder)  # a run that goes on saves a newer one and removes the oldest
             continue
-        for damage in damages:
-            (passed_over or _print)(f"passed over a damaged checkpoint: {damage}")
+        for newer in paths[: paths.index(path)]:
+            (passed_over or _print)(f"passed over a damaged checkpoint: {damages[newer]}")
         return found
-    raise InvalidValue(f"none of the {len(paths)} checkpoints in {folder} is good. {' '.join(damages)}")
+    told = " ".join(damages.values())
+    raise InvalidValue(f"none of the {len(damages)} checkpoints in {folder} is good. {told}")
 
 
 def _print(text: str) -> None:
@@ -419,13 +432,9 @@ def _tokenizer(path: Path, values: dict | None, config: GPTConfig):
         return None
     try:
         tokenizer = tokenizer_from_dict(values)
+        check_tokenizer(tokenizer, config)
     except (InvalidValue, InvalidType) as error:
         raise InvalidValue(f"{path / INDEX}: {error}") from None
-    if tokenizer.vocab_size > config.vocab_size:
-        raise InvalidValue(
-            f"{path / INDEX}: the tokenizer has {tokenizer.vocab_size} ids, the model only "
-            f"{config.vocab_size}."
-        )
     return tokenizer
 
 

@@ -26,7 +26,7 @@ from nbtrain.checkpoint import (
     write,
 )
 from nbtrain.config import GPTConfig, TrainConfig
-from nbtrain.device.transfer import Snapshots, snapshot_bytes
+from nbtrain.device.transfer import ALIGNMENT, Snapshots, snapshot_bytes
 from nbtrain.errors import InvalidValue
 from nbtrain.precision import LossScale
 from nbtrain.train import OptState
@@ -89,7 +89,8 @@ class Checkpoints:
     def reserve(self, params: Tree, opt_state: OptState | None) -> None:
         """Takes the memory of a snapshot now, instead of in the first save: 12 bytes a parameter, of the
         host's."""
-        self._memory(params).reserve(snapshot_bytes(_arrays(params, opt_state)))
+        limits = ALIGNMENT  # a captured step has them, and the state that it begins with may not
+        self._memory(params).reserve(snapshot_bytes(_arrays(params, opt_state)) + limits)
 
     def save(
         self,
@@ -197,9 +198,15 @@ class Checkpoints:
                 _remove(entry)
 
 
-def run_folder(path: Path) -> Path:
-    """The folder of the run whose checkpoint is at `path`."""
-    return path.parent.parent if path.parent.name == STEPS else path.parent
+def run_folder(path: str | Path) -> Path:
+    """The folder of a run: of `path` itself, of the checkpoints in it, or of one of them."""
+    path = Path(path).resolve()
+    if (path / STEPS).is_dir():
+        return path
+    folder = path if path.name in (STEPS, REPLACED) else path.parent
+    if folder.name == REPLACED:
+        folder = folder.parent
+    return folder.parent if folder.name == STEPS else path.parent
 
 
 def _remove(folder: Path) -> None:

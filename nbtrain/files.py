@@ -1,5 +1,6 @@
 """Files and folders that are whole or absent: written beside their place, flushed to the disk, renamed."""
 
+import contextlib
 import os
 import re
 import secrets
@@ -71,8 +72,12 @@ def leftovers(folder: Path) -> list[Path]:
     if not folder.parent.is_dir():
         return []
     form = re.compile(re.escape(folder.name) + r"\.(tmp|old)-[0-9a-f]{8}")
-    found = [entry for entry in folder.parent.iterdir() if form.fullmatch(entry.name)]
-    return sorted(found, key=lambda entry: (".old-" in entry.name, -entry.stat().st_mtime))
+    found = []
+    for entry in folder.parent.iterdir():
+        if form.fullmatch(entry.name):
+            with contextlib.suppress(FileNotFoundError):  # a save that goes on has just renamed it
+                found.append((".old-" in entry.name, -entry.stat().st_mtime, entry))
+    return [entry for *_, entry in sorted(found)]
 
 
 def flush(file: BinaryIO) -> None:

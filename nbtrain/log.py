@@ -33,7 +33,9 @@ class Report:
         self._said_at = -math.inf
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        # No run ends because nobody reads any more (`| head`), or because the disk of a `> file` is full.
+        with contextlib.suppress(OSError):
+            print(text, flush=True)
 
     def step(
         self, step: int, steps: int, loss: float, tokens_per_s: float, left_s: float, mfu: float | None = None
@@ -103,9 +105,10 @@ class Log:
             if seen := _metrics(row):
                 self._monitor.see(row["step"], seen)
         write_atomically(path, lambda file: file.writelines(json.dumps(row).encode() + b"\n" for row in kept))
-        self._file = open(path, "a", encoding="ascii", buffering=1)
+        self._path, self._file = path, open(path, "ab", buffering=0)
+        self._unwritten, self._told = b"", False  # what a full disk did not take, and whether that was said
         self._at = time.perf_counter()
-        self._step_s: float | None = None  # smoothed
+        self._seen, self._step_s = 0, 0.0  # steps, and how long one takes, smoothed
 
     def __enter__(self) -> "Log":
         return self
@@ -121,10 +124,8 @@ class Log:
         now = time.perf_counter()
         elapsed, self._at = max(now - self._at, 1e-9), now
         # The first step compiles, so the second one begins the mean.
-        mean = (
-            elapsed if self._step_s is None or len(self.train) < 2 else 0.95 * self._step_s + 0.05 * elapsed
-        )
-        self._step_s = mean
+        mean = elapsed if self._seen < 2 else 0.95 * self._step_s + 0.05 * elapsed
+        self._seen, self._step_s = self._seen + 1, mean
         lost = m["n_targets"] > 0 and not math.isfinite(m["grad_norm"])
         self.not_finite_in_a_row = self.not_finite_in_a_row + 1 if lost else 0
         row = {name: m[name] for name in ("loss", "lr", "grad_norm", "loss_scale", "skipped", "n_targets")}
@@ -162,7 +163,17 @@ class Log:
 
     def _write(self, row: dict) -> None:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self._file.write(json.dumps(finite) + "\n")
+        self._unwritten += json.dumps(finite).encode("ascii") + b"\n"
+        try:
+            while self._unwritten:  # a full disk may take a part
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._told = False
+        except OSError as error:
+            if not self._told:
+                self._report.say(
+                    f"{self._path} cannot be written: {error}. Its lines are kept until it can be"
+                )
+            self._told = True
         if self._board is not None:
             self._board.add(finite)
 

@@ -13,26 +13,25 @@ On a GPU a step's metrics are read when the next one has been launched, so that 
 import contextlib
 import dataclasses
 import math
-import os
-import signal
-import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from nbtrain.checkpoint import STEPS, Checkpoint
+from nbtrain.checkpoint import STEPS, Checkpoint, check_tokenizer
 from nbtrain.checkpoints import Checkpoints
 from nbtrain.config import GPTConfig, TrainConfig, from_dict
 from nbtrain.data import batches, eval_batches
-from nbtrain.device import FLOATS
+from nbtrain.device import FLOATS, blas
 from nbtrain.device.place import compute_capability, resolve_device, to_device, use
 from nbtrain.device.sensors import Sensors, device_name
 from nbtrain.errors import InvalidValue, Unavailable
 from nbtrain.files import write_atomically
+from nbtrain.interrupt import Interrupt
+from nbtrain.lock import only_writer
 from nbtrain.log import Log, Plot, Report, TensorBoard
 from nbtrain.monitor import Monitor, check_warn_z
 from nbtrain.precision import resolve_dtype
@@ -111,18 +110,20 @@ def train(
     continues a run where its checkpoint was taken, bit for bit; it gives the weights, the dtype and the place
     in the data. `captured` runs the step as one graph: None where the GPU can, with the same bits. `settings`
     are written to config.toml. The first SIGINT or SIGTERM ends the run after the step under way, with a
-    checkpoint; the second is a KeyboardInterrupt.
+    checkpoint; the second is a KeyboardInterrupt. A save on the way that fails, as on a full disk, is told,
+    and the run goes on. One process at a time writes `out`: another one gets Unavailable.
     """
     report = report or Report()
     out = Path(out)
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, config)
     params, opt_state, state, place = _start(config, run, dtype, device, start, resume, report)
     check_available(place, captured, tensorboard)
     first = int(opt_state.step.item())
+    if not run.skip_outliers:  # nor by what an earlier run took for usual
+        opt_state = opt_state._replace(limits=None)
     checkpoints = Checkpoints(out / STEPS, run.keep_last, run.keep_every)
-    out.mkdir(parents=True, exist_ok=True)
-    if settings is not None:
-        write_atomically(out / "config.toml", lambda file: file.write(to_toml(settings)))
-    as_graph = can_capture(place) if captured is None else captured
+    as_graph = why_no_capture(place) is None if captured is None else captured
     step_of = capture if as_graph else donate
     train_step, eval_step = step_of(make_train_step(config, train_config)), make_eval_step(config)
     files = dict(T=config.block_size, format=run.format, vocab_size=config.vocab_size, device=place)
@@ -131,16 +132,19 @@ def train(
 
     with contextlib.ExitStack() as stack:
         stack.callback(report.close)
+        stack.enter_context(only_writer(out))
         stack.enter_context(use(place))
         source = batches(list(run.train), B=run.B, micro=run.micro, seed=run.seed, state=state, **files)
         stack.enter_context(source)
+        if settings is not None:
+            write_atomically(out / "config.toml", lambda file: file.write(to_toml(settings)))
         tokens_a_step = run.micro * run.B * config.block_size
         report.say(describe(config))
         report.say(
             f"data: a step is {run.micro} x {run.B} x {config.block_size} = {tokens_a_step:,} tokens, an "
             f"epoch {source.batches_per_epoch:,} steps, the run {run.steps:,} steps"
         )
-        why = "auto" if captured is None else "asked for"
+        why = "asked for" if captured is not None else why_no_capture(place) or "auto"
         report.say(f"steps: {'captured in one graph' if as_graph else 'launched kernel by kernel'} ({why})")
         peak, text = _peak(config, place, dtype_name(params.dtype))
         report.say(text)
@@ -155,13 +159,31 @@ def train(
         interrupt = stack.enter_context(Interrupt())
         stack.enter_context(checkpoints)
         checkpoints.start(first)
-        if run.save_every:
-            checkpoints.reserve(params, opt_state)
+        beside = run.save_every > 0 and _can_save_beside(checkpoints, params, opt_state, report)
 
-        def keep(wait: bool) -> Checkpoint:
+        def tell_saved() -> None:
+            try:
+                for saved in checkpoints.done():
+                    log.saved(saved)
+            except OSError as error:
+                tell_not_saved(error)
+
+        def tell_not_saved(error: OSError) -> None:
+            report.say(f"step {step}: a checkpoint could not be written: {error}")
+
+        def keep(last: bool) -> Checkpoint:
             told = dict(config=config, train_config=train_config, tokenizer=tokenizer)
             extra, at = {"run": dataclasses.asdict(run)}, source.state()
-            path = checkpoints.save(step, params, opt_state, wait=wait, **told, data_state=at, extra=extra)
+            told_too = dict(wait=last or not beside, data_state=at, extra=extra)
+            path = checkpoints.path(step)
+            for another in (True, False):  # the first error may be that of the save before
+                try:
+                    checkpoints.save(step, params, opt_state, **told, **told_too)
+                    break
+                except OSError as error:
+                    if last and not another:
+                        raise
+                    tell_not_saved(error)
             meta = {"path": path, "dtype": dtype_name(params.dtype), "extra": extra}
             return Checkpoint(params=params, opt_state=opt_state, data_state=at, meta=meta, **told)
 
@@ -195,17 +217,15 @@ def train(
                     validate(run.eval_batches)
                     plot.draw()
                 if keep_now:
-                    keep(wait=False)
+                    keep(last=False)
                 log.pause()
             plot.refresh()
-            for saved in checkpoints.done():
-                log.saved(saved)
+            tell_saved()
             if interrupt.came or log.not_finite_in_a_row >= MOST_SKIPPED:
                 break
         read()
-        kept = keep(wait=True)
-        for saved in checkpoints.done():
-            log.saved(saved)
+        kept = keep(last=True)
+        tell_saved()
         report.say(f"step {step}: saved {kept.meta['path']}")
         if log.not_finite_in_a_row >= MOST_SKIPPED:
             other = ", or bf16 or fp32 instead of fp16" if dtype_name(params.dtype) == "fp16" else ""
@@ -221,6 +241,8 @@ def train(
 def _start(config, run, dtype, device, start, resume, report):
     """(params, opt_state, place in the data, device) of a new run, or of the one to go on with."""
     if start is not None:
+        if (done := int(start[1].step.item())) >= run.steps:
+            raise InvalidValue(f"start's opt_state has done {done} of {run.steps} steps. Ask for more.")
         return *start, None, start[0].device
     if resume is None:
         place, why = resolve_device(device)
@@ -242,17 +264,31 @@ def _start(config, run, dtype, device, start, resume, report):
     return resume.params, opt_state, resume.data_state, resume.params.device
 
 
-def can_capture(place: str) -> bool:
-    """Whether a step on this device can be captured in a graph; CuPy captures none on AMD."""
-    return place.startswith("cuda")
+def _can_save_beside(checkpoints: Checkpoints, params: Tree, opt_state: OptState, report: Report) -> bool:
+    """Takes the memory that saves beside the steps need, where it can be had."""
+    try:
+        checkpoints.reserve(params, opt_state)
+    except (Unavailable, MemoryError) as error:
+        report.say(f"the steps wait for every save: {error or type(error).__name__}")
+        return False
+    return True
+
+
+def why_no_capture(place: str) -> str | None:
+    """Why a step on this device cannot be captured in a graph; None where it can."""
+    if not place.startswith("cuda"):
+        return f"a graph needs an NVIDIA GPU; the run is on {place}"
+    name, why = blas.room()
+    if name != "cublaslt":
+        return f"a graph needs products through cuBLASLt, here they go through {name}: {why}"
+    return None
 
 
 def check_available(place: str, captured: bool | None, tensorboard: bool) -> None:
     """Raises Unavailable where these options of `train` cannot be had."""
-    if captured and not can_capture(place):
+    if captured and (reason := why_no_capture(place)):
         raise Unavailable(
-            f"capturing the step was asked for, which needs an NVIDIA GPU; the run is on {place}. Leave it "
-            "away: the same bits come out."
+            f"capturing the step was asked for, but {reason}. Leave it away: the same bits come out."
         )
     if tensorboard:
         TensorBoard.check()
@@ -334,34 +370,6 @@ def describe(config: GPTConfig) -> str:
         f"model: {config.n_layer} layers, {config.n_head} heads, {config.n_embd} channels, "
         f"{config.block_size} positions, vocabulary {config.vocab_size:,}: {n_params:,} parameters"
     )
-
-
-class Interrupt:
-    """A context in which the first SIGINT or SIGTERM sets `came`, and the second raises KeyboardInterrupt."""
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-    def __init__(self):
-        self.came = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "Interrupt":
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handler
-            self._before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
-        return self
-
-    def __exit__(self, *exc) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number, frame) -> None:
-        if self.came:
-            for number in self.SIGNALS:
-                signal.signal(number, signal.SIG_DFL)  # the third one needs no Python
-            raise KeyboardInterrupt
-        self.came = True
-        # Not print: the signal may come in the middle of one.
-        os.write(2, b"\nnbtrain: interrupted; saving after this step. Interrupt again to leave at once.\n")
 
 
 def dtype_name(storage) -> str:

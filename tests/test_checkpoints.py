@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import nbtrain.checkpoint
 import nbtrain.checkpoints
 from nbtrain.checkpoint import INDEX, MODEL, OPTIMIZER, load, save, write
 from nbtrain.checkpoints import Checkpoints, run_folder
@@ -65,6 +66,29 @@ def test_the_newest_is_found_in_a_run_and_in_its_folder_of_checkpoints(tmp_path)
         assert found.params.buffer.tobytes() == params.buffer.tobytes()
         assert run_folder(found.meta["path"]) == tmp_path / "run"
     assert load(checkpoints.path(9), "cpu").opt_state.step.item() == 9
+
+
+def test_the_folder_of_a_run_is_found_from_whatever_is_in_it(tmp_path):
+    (tmp_path / "run" / "checkpoints" / "replaced").mkdir(parents=True)
+    for inside in (".", "checkpoints", "checkpoints/step_00000009", "checkpoints/replaced"):
+        assert run_folder(tmp_path / "run" / inside) == tmp_path / "run"
+    assert run_folder(tmp_path / "run/checkpoints/replaced/step_00000009") == tmp_path / "run"
+    # A checkpoint of its own, wherever it lies.
+    assert run_folder(tmp_path / "checkpoints" / "mine" / "one") == tmp_path / "checkpoints" / "mine"
+
+
+def test_loading_beside_a_run_takes_the_one_that_came_when_the_newest_went(tmp_path, monkeypatch):
+    checkpoints, find, named = Checkpoints(tmp_path, keep_last=1), nbtrain.checkpoint._find, []
+    _save(checkpoints, 10)
+
+    def find_and_save(path):
+        found = find(path)
+        if path == checkpoints.path(10):
+            _save(checkpoints, 20)  # which removes the one that was found
+        return found
+
+    monkeypatch.setattr(nbtrain.checkpoint, "_find", find_and_save)
+    assert load(tmp_path, "cpu", passed_over=named.append).opt_state.step.item() == 20 and not named
 
 
 def _cut(path):
@@ -330,6 +354,9 @@ def test_the_memory_of_snapshots_is_taken_once(tmp_path, monkeypatch):
     for step in (10, 20):
         _save(checkpoints, step, wait=False)
         assert checkpoints._snapshots._memory is taken
+    limits = np.zeros(2, np.float32)  # a captured step has them, from the first one on
+    checkpoints.save(30, params, opt_state._replace(limits=limits), config=CONFIG)
+    assert checkpoints._snapshots._memory is taken
 
 
 # What differs

@@ -4,18 +4,22 @@ import math
 import os
 import signal
 import sys
-from types import SimpleNamespace
+import threading
+import time
 
 import numpy as np
 import pytest
 
+import nbtrain.checkpoints
 import nbtrain.run
-from nbtrain.checkpoint import load, save
+from nbtrain.checkpoint import load, save, write
 from nbtrain.config import GPTConfig, TrainConfig
 from nbtrain.data import eval_batches, write_tokens
 from nbtrain.errors import InvalidValue, Unavailable
-from nbtrain.log import Log, Report, _means, clock, draw, perplexity
-from nbtrain.run import RunConfig, evaluate, micro_batches, resumed, train
+from nbtrain.lock import only_writer
+from nbtrain.log import Report, perplexity
+from nbtrain.run import RunConfig, evaluate, micro_batches, resumed, train, why_no_capture
+from nbtrain.tokenizer import ByteTokenizer
 from nbtrain.train import init, make_eval_step
 
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=20, dropout=0.1)
@@ -211,6 +215,98 @@ def test_checkpoints_on_the_way_do_not_change_the_run(run_config, tmp_path):
     assert _losses(tmp_path / "often") == _losses(tmp_path / "plain")
 
 
+@pytest.mark.parametrize("slow", [False, True])  # then the next save finds the one before under way
+def test_a_save_that_fails_on_the_way_is_told_and_the_run_goes_on(slow, run_config, tmp_path, monkeypatch):
+    def full(path, *rest):
+        if path.name in ("step_00000006", "step_00000012"):
+            time.sleep(0.5 * slow)
+            raise OSError(28, f"No space left on device: {path.name}")
+        write(path, *rest)
+
+    monkeypatch.setattr(nbtrain.checkpoints, "write", full)
+    report, plain = Quiet(), _train(run_config, tmp_path / "plain")
+    result = _train(dataclasses.replace(run_config, save_every=6), tmp_path / "run", report=report)
+    told = [text for text in report.said if "could not be written" in text]
+    assert len(told) == 2 and "step_00000006" in told[0] and "step_00000012" in told[1]
+    assert _bits(result.checkpoint.opt_state) == _bits(plain.checkpoint.opt_state)
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert saved == ["step_00000018", "step_00000020"]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [row["checkpoint"] for row in rows if "checkpoint" in row] == saved
+
+
+def test_a_run_whose_last_save_fails_says_so(run_config, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(nbtrain.checkpoints, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        _train(run_config, tmp_path / "run")
+
+
+def test_without_memory_for_snapshots_the_steps_wait_for_saves(run_config, tmp_path, monkeypatch):
+    def none(self, *args):
+        raise Unavailable("a snapshot takes 12 bytes of pinned host memory, which cannot be had.")
+
+    monkeypatch.setattr(nbtrain.run.Checkpoints, "reserve", none)
+    monkeypatch.setattr(nbtrain.checkpoints.Snapshots, "take", none)
+    report = Quiet()
+    _train(dataclasses.replace(run_config, save_every=6), tmp_path / "run", report=report)
+    assert any("wait for every save: a snapshot takes 12 bytes" in text for text in report.said)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "checkpoint" in row] == [6, 12, 18, 20]
+
+
+def test_an_interrupt_saves_where_nobody_reads_what_is_said(run_config, tmp_path, monkeypatch):
+    """As behind `| tee`, which Ctrl-C ends, too."""
+
+    class Closed:
+        def write(self, *args):
+            raise BrokenPipeError(32, "Broken pipe")
+
+        flush = write
+
+    class Loud(Report):
+        def step(self, step, *rest):
+            if step == 10:
+                monkeypatch.setattr(sys, "stdout", Closed())
+                monkeypatch.setattr(os, "write", Closed().write)
+                signal.raise_signal(signal.SIGINT)
+            super().step(step, *rest)
+
+    result = _train(run_config, tmp_path / "run", report=Loud())
+    monkeypatch.undo()
+    assert (result.interrupted, load(tmp_path / "run", "cpu").opt_state.step.item()) == (True, 10)
+
+
+def test_a_folder_in_which_another_run_goes_is_left_alone(run_config, tmp_path):
+    _train(run_config, tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    failed = []
+
+    def second():
+        try:
+            _train(run_config, tmp_path / "run", settings={"steps": 20})
+        except Unavailable as error:
+            failed.append(str(error))
+
+    with only_writer(tmp_path / "run"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+    assert len(failed) == 1 and f"is being written by process {os.getpid()} on " in failed[0]
+    for path, content in before.items():
+        assert path.name == ".lock" or path.read_bytes() == content
+    assert _train(run_config, tmp_path / "run").step == 20
+
+
+def test_a_run_without_skipping_takes_no_limits_from_its_checkpoint(run_config, tmp_path):
+    half = _train(dataclasses.replace(run_config, steps=10), tmp_path / "half").checkpoint
+    tight = half.opt_state._replace(limits=np.array([1e-3, 1e-3], np.float32))
+    rest = _train(run_config, tmp_path / "rest", resume=half._replace(opt_state=tight))
+    assert rest.checkpoint.opt_state.updates.item() == 20
+
+
 def test_a_run_resumed_elsewhere_says_that_bits_may_differ(run_config, tmp_path):
     kept = _train(dataclasses.replace(run_config, steps=5), tmp_path / "run").checkpoint
     kept = load(kept.meta["path"], device="cpu")
@@ -261,6 +357,13 @@ def test_what_would_fail_at_the_end_fails_before_the_first_step(run_config, tmp_
     no_val = dataclasses.replace(run_config, val=(str(tmp_path / "nowhere.bin"),))
     with pytest.raises(InvalidValue, match="nowhere.bin"):
         _train(no_val, tmp_path / "other", report=Quiet(trained))
+    with pytest.raises(InvalidValue, match="the tokenizer has 256 ids, the model only 20"):
+        _train(run_config, tmp_path / "other", tokenizer=ByteTokenizer(), report=Quiet(trained))
+    done = init(CONFIG, dtype="fp32", device="cpu")
+    done[1].step[...] = 20
+    with pytest.raises(InvalidValue, match="has done 20 of 20 steps"):
+        _train(run_config, tmp_path / "other", start=done, report=Quiet(trained))
+    assert not (tmp_path / "other").exists()
     bad_lr = dataclasses.replace(TRAIN_CONFIG, warmup=30)
     with pytest.raises(InvalidValue, match="warmup"):
         _train(run_config, tmp_path / "other", train_config=bad_lr, report=Quiet(trained))
@@ -283,48 +386,6 @@ def test_the_schedule_of_a_prolonged_run_is_prolonged(run_config, tmp_path):
     checkpoint = _train(run_config, tmp_path / "run").checkpoint
     run, train_config = resumed(checkpoint, steps=30)
     assert (run.steps, train_config.total) == (30, 30) and run.train == run_config.train
-
-
-def test_the_log_of_a_resumed_run_drops_what_the_crash_left(tmp_path):
-    path = tmp_path / "log.jsonl"
-    lines = [{"step": s, "loss": 3.0 - s} for s in (1, 2, 3)] + [{"step": 2, "val_loss": 0.5}]
-    path.write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 4, "lo')
-    with Log(path, 2, 10, 9, Quiet()) as log:
-        assert (log.train, log.val) == ([(1, 2.0), (2, 1.0)], [(2, 0.5)])
-        log.evaluated(3, 0.25, 7)
-    assert [row["step"] for row in _rows(tmp_path)] == [1, 2, 2, 3]
-    with Log(path, 0, 10, 9, Quiet()):
-        pass
-    assert path.read_text() == ""
-
-
-def test_numbers_that_are_not_finite_are_null_in_the_log(tmp_path):
-    values = dict(loss=math.nan, lr=1e-3, grad_norm=math.inf, loss_scale=2.0**16, skipped=True, n_targets=4)
-    with Log(tmp_path / "log.jsonl", 0, 10, 9, Quiet()) as log:
-        log.step(1, SimpleNamespace(read=lambda: values))
-        assert (log.train, log.not_finite_in_a_row) == ([], 1)
-        log.evaluated(1, math.nan, 7)
-    row, evaluation = _rows(tmp_path)
-    assert evaluation == {"step": 1, "val_loss": None, "val_perplexity": None, "val_tokens": 7}
-    with Log(tmp_path / "log.jsonl", 1, 10, 9, Quiet()) as log:
-        assert log.train == log.val == []
-    assert (row["loss"], row["grad_norm"], row["skipped"], row["loss_scale"]) == (None, None, True, 65536.0)
-
-
-def test_a_step_tells_how_much_of_the_peak_it_used_and_what_the_driver_says(tmp_path, monkeypatch):
-    values = dict(loss=2.0, lr=1e-3, grad_norm=1.0, loss_scale=1.0, skipped=False, n_targets=4)
-    read, clock_s = SimpleNamespace(read=lambda: values), iter([0.0, 2.0, 4.0, 8.0, 10.0])
-    monkeypatch.setattr("nbtrain.log.time.perf_counter", lambda: next(clock_s))
-    sensors = SimpleNamespace(read=lambda: {"gpu_temperature_c": 64, "gpu_power_w": 301.5})
-    with Log(tmp_path / "log.jsonl", 0, 10, 9, Quiet(), peak_tokens_per_s=20.0, sensors=sensors) as log:
-        for step in (1, 2, 3, 4):
-            log.step(step, read)
-    rows = _rows(tmp_path)
-    assert [row["tokens_per_s"] for row in rows] == [5.0, 5.0, 2.5, 5.0]
-    assert [row["mfu"] for row in rows] == [0.25, 0.25, 0.125, 0.25]
-    # Asked at most every five seconds: at 2 and at 8.
-    assert [row.get("gpu_temperature_c") for row in rows] == [64, None, 64, None]
-    assert rows[0]["gpu_power_w"] == 301.5
 
 
 def test_perplexity_is_the_exponential_of_the_loss(run_config, tmp_path):
@@ -411,15 +472,6 @@ def test_the_plot_is_refreshed_while_the_run_goes(run_config, tmp_path, monkeypa
     assert there[0] is False and there[-1] is True
 
 
-def test_a_long_run_is_drawn_in_few_points(tmp_path):
-    losses = [(step, 3.0 - step / 1e5) for step in range(1, 100_004)]
-    steps, means = _means(losses, 101)
-    assert len(steps) == 991 and steps[-1] == 100_003 and steps[0] == 101
-    assert means[0] == pytest.approx(3.0 - 51 / 1e5) and means[-1] == pytest.approx(3.0 - 99_997 / 1e5)
-    draw(losses, [(5, 2.0)], tmp_path / "loss.png")
-    assert (tmp_path / "loss.png").stat().st_size > 5000
-
-
 def _events(folder):
     """{tag: [(step, value)]} of the event files, read by hand: length, CRC, record, CRC."""
     from tensorboardX.proto.event_pb2 import Event
@@ -456,6 +508,16 @@ def test_what_is_not_there_is_said_before_anything_is_written(run_config, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+def test_a_step_is_captured_only_where_its_products_can_be(monkeypatch):
+    monkeypatch.setattr("nbtrain.device.blas.room", lambda: ("cublaslt", "because of a test"))
+    assert why_no_capture("cuda:0") is None and "the run is on hip:0" in why_no_capture("hip:0")
+    monkeypatch.setattr("nbtrain.device.blas.room", lambda: ("cupy", "because of a test"))
+    assert "through cupy: because of a test" in why_no_capture("cuda:0")
+    with pytest.raises(Unavailable, match="asked for, but a graph needs products through cuBLASLt"):
+        nbtrain.run.check_available("cuda:0", True, False)
+    nbtrain.run.check_available("cuda:0", None, False)
+
+
 def test_a_run_from_given_weights_begins_with_them(run_config, tmp_path):
     run_config = dataclasses.replace(run_config, steps=1)
     params, opt_state = init(CONFIG, seed=9, dtype="fp16", device="cpu")
@@ -463,28 +525,6 @@ def test_a_run_from_given_weights_begins_with_them(run_config, tmp_path):
     still = dataclasses.replace(TRAIN_CONFIG, lr=0.0, min_lr=0.0)
     result = _train(run_config, tmp_path / "run", train_config=still, start=(params, opt_state))
     assert result.val_loss == want[0] and result.checkpoint.params.dtype == np.float16
-
-
-def test_plain_lines_are_few_and_end_with_the_last_step(capsys):
-    report = Report()
-    for step in range(1, 1001):
-        report.step(step, 1000, 2.5, 12_345.6, 3725.2)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == [f"step {step}/1000: loss 2.5000, 12,346 tokens/s, 1:02:05 left" for step in (1, 1000)]
-    report.step(1000, 1000, 2.5, 12_345.6, 0.0, 0.4567)
-    assert (
-        capsys.readouterr().out == "step 1000/1000: loss 2.5000, 12,346 tokens/s, MFU 45.7%, 0:00:00 left\n"
-    )
-
-
-def test_clock_reads_hours_minutes_seconds():
-    assert [clock(s) for s in (0, 59.6, 3600, 90061, math.nan)] == [
-        "0:00:00",
-        "0:01:00",
-        "1:00:00",
-        "25:01:01",
-        "?",
-    ]
 
 
 @pytest.mark.parametrize(
