@@ -118,6 +118,7 @@ def main():
     )
     parser.add_argument("--preset", nargs="+", default=["gpt2", "gpt2-medium", "gpt2-large"])
     parser.add_argument("--batch", nargs="+", type=int, default=[16, 8, 8], help="one a preset")
+    parser.add_argument("--remat", nargs="+", default=[], help="policies; by default all worth a look")
     parser.add_argument("--mode", default="capture", choices=["capture", "donate", "pure"])
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16", "fp32"])
     parser.add_argument("--micro", type=int, default=1)
@@ -135,7 +136,7 @@ def main():
     print(machine(), flush=True)
     rows = []
     for preset, B in zip(args.preset, args.batch, strict=True):
-        for remat in policies(GPTConfig.preset(preset).n_layer):
+        for remat in args.remat or policies(GPTConfig.preset(preset).n_layer):
             options = dict(
                 preset=preset, B=B, remat=remat, mode=args.mode, dtype=args.dtype, micro=args.micro
             )

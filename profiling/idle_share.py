@@ -2,9 +2,9 @@
 
     python -m profiling.idle_share [--dtype bf16] [--batch 32] [--out FOLDER]
 
-The timeline is CUPTI's, through torch.profiler (PyTorch is needed for that alone). Idle is what no kernel, copy
-or fill covers between the first kernel of the second step and the last one of the last; the tracing's own cost
-is in it. `waits` counts the host's calls that wait for the device during these steps.
+The timeline is CUPTI's, through torch.profiler (PyTorch is needed for that alone). Idle is what no kernel,
+copy or fill covers between the first kernel of the second step and the last one of the last; the tracing's
+own cost is in it. `waits` counts the host's calls that wait for the device during these steps.
 """
 
 import argparse
