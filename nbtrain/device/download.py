@@ -33,5 +33,6 @@ class Download:
         return self._host
 
     def __del__(self):
-        if getattr(self, "_event", None) is not None:
-            self._event.synchronize()  # or the pool would hand out memory that the copy has yet to write
+        event = getattr(self, "_event", None)
+        if event is not None:
+            event.synchronize()  # or the pool would hand out memory that the copy has yet to write
