@@ -292,6 +292,14 @@ def saved_steps(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names, key=step_of, reverse=True)]
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Whether there is one in a run's folder of them, good or damaged; a save that a crash cut is none."""
+    if not folder.is_dir():
+        return False
+    entries = [entry for entry in folder.iterdir() if STEP.fullmatch(entry.name)]
+    return any(".tmp-" not in entry.name or is_complete(entry) for entry in entries)
+
+
 def step_of(name: str) -> int:
     """The step of a folder called "step_00001000"."""
     return int(name.removeprefix("step_"))

@@ -1,10 +1,12 @@
 import importlib.util
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 
 from nbtrain.device import SIMULATED
+from tests.cli_runs import TEXT, TINY
 
 if SIMULATED:
     # The simulator's main thread spins while the kernel's threads want Python's lock, which it keeps for a
@@ -35,3 +37,29 @@ def xp(request):
     import cupy
 
     return cupy
+
+
+@pytest.fixture
+def nb(capsys):
+    """Runs a command in this process: (exit code, stdout, stderr)."""
+    from nbtrain.cli import main
+
+    def run(*args):
+        with pytest.raises(SystemExit) as end:
+            main([str(arg) for arg in args])
+        code = end.value.code
+        return (0 if code is None else code), *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """The folder of a tiny run on TEXT, and what training printed."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "text.txt").write_text(TEXT)
+    source = ("--text", folder / "text.txt", "--out", folder / "run", "--sample-tokens", "30")
+    command = [sys.executable, "-m", "nbtrain", "train", *source, *TINY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return folder / "run", done.stdout

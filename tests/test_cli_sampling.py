@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from nbtrain.checkpoint import load, save
-from nbtrain.cli import main
 from nbtrain.cli.sample import pieces, print_sample, print_samples, printable
 from nbtrain.config import GPTConfig
 from nbtrain.evaluation import loss_of_tokens
@@ -16,19 +15,6 @@ from nbtrain.model import init_params
 from nbtrain.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 
 CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=12, vocab_size=256)
-
-
-@pytest.fixture
-def nb(capsys):
-    """Runs a command in this process: (exit code, stdout, stderr)."""
-
-    def run(*args):
-        with pytest.raises(SystemExit) as end:
-            main([str(arg) for arg in args])
-        code = end.value.code
-        return (0 if code is None else code), *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ RUN = """
 import sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
-from nbtrain.checkpoint import load, saved_steps
+from nbtrain.checkpoint import has_checkpoint, load
 from nbtrain.config import GPTConfig, TrainConfig
 from nbtrain.run import Report, RunConfig, resumed, train
 
@@ -110,7 +110,7 @@ class Told(Report):
         print("step", step, flush=True)
 
 out, tokens, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-if saved_steps(out / "checkpoints"):
+if has_checkpoint(out / "checkpoints"):
     checkpoint = load(out, "cpu", passed_over=print)
     run, train_config = resumed(checkpoint)
     train(checkpoint.config, train_config, run, out, device="cpu", resume=checkpoint, report=Told())

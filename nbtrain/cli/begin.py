@@ -1,0 +1,269 @@
+"""From the options of `nbtrain train` to a run: begun, or gone on with."""
+
+import contextlib
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from nbtrain.cli.app import Dtype, TokenizerKind
+from nbtrain.cli.config_file import read
+from nbtrain.cli.prepare import make_tokenizer
+from nbtrain.cli.progress import reporter
+
+
+class Schedule(StrEnum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+    wsd = "wsd"
+
+
+SIZES = ("n_layer", "n_head", "n_embd", "block_size")
+AUTO = Path("auto")  # of --resume
+CHANGEABLE = ("steps", "save_every", "keep_last", "keep_every")  # fields of a RunConfig
+RESUMABLE = (  # options that go with --resume
+    *("resume", "config", "data", "val", "device", "capture", "tensorboard", "sample_tokens"),
+    *CHANGEABLE,
+)
+
+
+def begin(o, annotations: dict[str, Any]):
+    """The Result of the run that the options `o` of `nbtrain train` ask for; None where --resume auto finds
+    nothing left to do. annotations: those of the command, for its config files."""
+    from nbtrain.checkpoint import STEPS, has_checkpoint
+
+    if o.resume is None or o.resume == AUTO and not has_checkpoint(o.out / STEPS):
+        return _new(o)
+    return _resume(o, annotations)
+
+
+def _resume(o, annotations):
+    from nbtrain.checkpoint import STEPS, load
+    from nbtrain.checkpoints import run_folder
+    from nbtrain.lock import only_writer
+    from nbtrain.run import resumed
+    from nbtrain.run import train as run_train
+
+    if o.resume == AUTO:
+        _check_same_run(o, annotations)
+    elif wrong := o.given - set(RESUMABLE):
+        raise typer.BadParameter(
+            f"--{sorted(wrong)[0].replace('_', '-')} is fixed by the run that --resume goes on with."
+        )
+    folder = o.out if o.resume == AUTO else o.resume
+    with contextlib.ExitStack() as stack:
+        if (run_folder(folder) / STEPS).is_dir():  # what is loaded shall be the newest still when it is used
+            stack.enter_context(only_writer(run_folder(folder)))
+        checkpoint = load(folder, o.device)
+        changes = {name: getattr(o, name) for name in CHANGEABLE if name in o.given}
+        changes |= {name: _absolute(files) for name, files in (("train", o.data), ("val", o.val)) if files}
+        run, train_config = resumed(checkpoint, **changes)
+        out = run_folder(checkpoint.meta["path"])
+        if o.resume == AUTO and checkpoint.opt_state.step.item() >= run.steps:
+            print(f"the run in {out} has done its {run.steps:,} steps")
+            return None
+        options = dict(tokenizer=checkpoint.tokenizer, device=o.device, resume=checkpoint, report=reporter())
+        options |= dict(captured=o.capture, tensorboard=o.tensorboard)
+        return run_train(checkpoint.config, train_config, run, out, **options)
+
+
+def _check_same_run(o, annotations) -> None:
+    """Raises where an option that a run fixes is not what config.toml in --out says: --resume auto is given
+    with the whole command, which is then another one than the run was begun with."""
+    file = o.out / "config.toml"
+    if not file.is_file():
+        return
+    settings = read(file, annotations)
+    for name in sorted(o.given - set(RESUMABLE) - {"out"}):
+        given, there = _plain(getattr(o, name)), _plain(settings.get(name))
+        if name == "total_batch_tokens" and "block_size" in settings:
+            there = settings["micro"] * settings["batch_size"] * settings["block_size"]
+        elif name == "total_batch_tokens" or given == "auto" or name == "decay" and there is None:
+            continue
+        if given != there:
+            raise typer.BadParameter(
+                f"--{name.replace('_', '-')} is {given}, and {there} in the run in {o.out} that --resume auto"
+                " goes on with. Give the command that the run was begun with, or another --out."
+            )
+
+
+def _new(o):
+    if sum((o.text is not None, o.shakespeare, bool(o.data))) != 1:
+        raise typer.BadParameter("give one of --text, --shakespeare, --data and --resume.")
+    if o.val and not o.data:
+        raise typer.BadParameter("--val goes with --data; a text is split by nbtrain itself.")
+    if o.init is not None and (wrong := o.given & {"preset", *SIZES, "vocab_size"}):
+        raise typer.BadParameter(f"--{sorted(wrong)[0].replace('_', '-')} is fixed by the weights of --init.")
+    if {"micro", "total_batch_tokens"} <= o.given:
+        raise typer.BadParameter("give one of --micro and --total-batch-tokens.")
+    if o.tokenizer is TokenizerKind.bpe and not o.data and o.init is None and o.vocab_size is None:
+        raise typer.BadParameter("--tokenizer bpe needs --vocab-size: how many ids to learn, as 4096.")
+    from nbtrain.checkpoint import check_tokenizer
+    from nbtrain.config import GPTConfig, TrainConfig
+    from nbtrain.device.place import compute_capability, resolve_device
+    from nbtrain.lock import only_writer
+    from nbtrain.precision import resolve_dtype
+    from nbtrain.run import RunConfig, check_available, dtype_name, micro_batches
+    from nbtrain.run import train as run_train
+    from nbtrain.train import make_train_step
+
+    train_config = TrainConfig(
+        lr=o.lr,
+        schedule=o.schedule.value,
+        warmup=min(100, o.steps // 10) if o.warmup is None else o.warmup,
+        total=o.steps,
+        decay=_decay(o),
+        min_lr=o.lr / 10 if o.min_lr is None else o.min_lr,
+        betas=tuple(o.betas),
+        eps=o.eps,
+        weight_decay=o.weight_decay,
+        clip=o.clip,
+        remat=o.remat,
+        loss_scale=_number(o.loss_scale),
+    )
+    # What is wrong is said before a text is read and its tokens are written.
+    place, why_device = resolve_device(o.device)
+    storage, why_dtype = resolve_dtype(o.dtype.value, place, compute_capability(place))
+    check_available(place, o.capture, o.tensorboard)
+    start: tuple | None = None
+    brought = None
+    if o.init is None:
+        changes = {name: getattr(o, name) for name in SIZES if getattr(o, name) is not None}
+        config = GPTConfig.preset(o.preset, **changes, dropout=o.dropout)
+    else:
+        from nbtrain.huggingface import load_init
+
+        dropout = o.dropout if "dropout" in o.given else None
+        loaded = load_init(o.init, dtype_name(storage), place, dropout=dropout, seed=o.seed)
+        config, start, brought = loaded[0], loaded[1:3], loaded[3]
+        if o.device == "auto":
+            reporter().say(f"device {place}: {why_device}")
+        if o.dtype is Dtype.auto:
+            reporter().say(f"dtype {dtype_name(storage)}: {why_dtype}")
+    make_train_step(config, train_config)
+    micro = o.micro
+    if o.total_batch_tokens is not None:
+        micro = micro_batches(o.total_batch_tokens, o.batch_size, config.block_size)
+    run = dict(
+        format=o.format.value, steps=o.steps, B=o.batch_size, micro=micro, seed=o.seed,
+        eval_every=o.eval_every, eval_batches=o.eval_batches, save_every=o.save_every, keep_last=o.keep_last,
+        keep_every=o.keep_every, warn_z=o.warn_z, skip_outliers=o.skip_outliers,
+    )  # fmt: skip
+    RunConfig(train=(), **run)
+    text = None if o.data else _text(o)
+    kind = _tokenizer(o, text, brought)
+    if start is None:
+        config = _with_vocabulary(config, o, kind)
+    if kind is not None:
+        check_tokenizer(kind, config)
+    with only_writer(o.out):
+        train_files, val_files = _data(o, text, kind)
+        return run_train(
+            config,
+            train_config,
+            RunConfig(train=train_files, val=val_files, **run),
+            o.out,
+            tokenizer=kind,
+            dtype=o.dtype.value,
+            device=o.device,
+            start=start,
+            captured=o.capture,
+            tensorboard=o.tensorboard,
+            settings=_settings(
+                o, config, train_config, micro, dtype_name(storage), place, train_files, val_files
+            ),
+            report=reporter(),
+        )
+
+
+def _decay(o) -> int:
+    if o.schedule is not Schedule.wsd:
+        return 0
+    return max(1, o.steps // 10) if o.decay is None else o.decay
+
+
+def _number(loss_scale: str) -> float | str:
+    try:
+        return float(loss_scale)
+    except ValueError:
+        return loss_scale
+
+
+def _with_vocabulary(config, o, kind):
+    """The configuration with the vocabulary of --vocab-size, of the tokenizer, or of GPT-2."""
+    import dataclasses
+
+    if o.vocab_size is not None:
+        return dataclasses.replace(config, vocab_size=o.vocab_size)
+    if kind is not None:
+        return dataclasses.replace(config, vocab_size=kind.vocab_size)
+    if o.preset.startswith("gpt2"):
+        return config
+    raise typer.BadParameter(
+        "no tokenizer.json lies beside --data, so --vocab-size must say how many ids there are."
+    )
+
+
+def _settings(o, config, train_config, micro, dtype, place, train_files, val_files) -> dict:
+    """Every option as it was resolved, for config.toml."""
+    values = vars(o) | dict(
+        micro=micro, dtype=dtype, device=place, warmup=train_config.warmup, min_lr=train_config.min_lr,
+        decay=train_config.decay, dropout=config.dropout,
+    )  # fmt: skip
+    if o.init is None:
+        values |= {name: getattr(config, name) for name in (*SIZES, "vocab_size")}
+    else:
+        del values["preset"]
+    if o.data:
+        values |= {"data": train_files, "val": val_files}
+    if o.schedule is not Schedule.wsd:
+        del values["decay"]
+    for name in ("given", "config", "resume", "total_batch_tokens"):
+        del values[name]
+    plain = {name: _plain(value) for name, value in values.items()}
+    return {name: value for name, value in plain.items() if value is not None and value != []}
+
+
+def _plain(value):
+    """An option's value as TOML has it."""
+    if isinstance(value, Path):
+        return str(value.absolute())
+    if isinstance(value, StrEnum):
+        return value.value
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _absolute(paths) -> tuple[str, ...]:
+    return tuple(str(Path(path).absolute()) for path in paths or ())
+
+
+def _text(o) -> str:
+    from nbtrain.text import read_text, shakespeare_text
+
+    return shakespeare_text() if o.shakespeare else read_text(o.text)
+
+
+def _tokenizer(o, text: str | None, brought):
+    """The tokenizer of the text, of the token files, or None. `brought`: that of --init."""
+    from nbtrain.tokenizer import load_tokenizer
+
+    if text is None:
+        beside = Path(o.data[0]).parent / "tokenizer.json"
+        return load_tokenizer(beside) if beside.is_file() else brought
+    return make_tokenizer(o.tokenizer, text, o.vocab_size) if brought is None else brought
+
+
+def _data(o, text: str | None, tokenizer) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Token files to train on, and to validate on; a text becomes such files in --out/data."""
+    from nbtrain.text import prepare_text
+
+    if text is None:
+        return _absolute(o.data), _absolute(o.val)
+    prepared = prepare_text(text, o.out / "data", tokenizer)
+    reporter().say(
+        f"text: {len(text):,} characters, {prepared.n_train:,} tokens to train on, {prepared.n_val:,} to "
+        "validate on"
+    )
+    return _absolute([prepared.train]), _absolute([prepared.val])
