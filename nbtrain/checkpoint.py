@@ -32,7 +32,7 @@ from nbtrain.device.place import resolve_device, to_device, use
 from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.files import flush, leftovers, write_folder
 from nbtrain.precision import LossScale
-from nbtrain.tensor_file import open_tensors, write_tensors
+from nbtrain.tensor_file import Spec, open_tensors, write_tensors
 from nbtrain.tokenizer import from_dict as tokenizer_from_dict
 from nbtrain.train import OptState
 from nbtrain.tree import Layout, Tree
@@ -477,7 +477,7 @@ def _read_opt_state(file: Path, layout: Layout, master: Tree, place: str) -> Opt
         "good_steps": ((1,), "I32"),
         "seed": ((2,), "U32"),
     }
-    optional = {"limits": ((2,), "F32")}
+    optional: dict[str, Spec] = {"limits": ((2,), "F32")}
     with open_tensors(file, leaves | scalars, optional, told_by=INDEX) as tensors:
         m, v = (
             Tree(layout, to_device(_read_tree(layout, tensors, f"{t}.").buffer, place)) for t in ("m", "v")

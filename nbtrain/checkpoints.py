@@ -153,9 +153,14 @@ class Checkpoints:
         """The newest good one, as `checkpoint.load` finds it; `passed_over` is told of each damaged one."""
         return load(self.folder, device, passed_over=passed_over)
 
+    @property
+    def saving(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
     def done(self) -> list[Saved]:
         """The saves that have ended since the last call; raises what one failed with."""
-        if self._thread is not None and not self._thread.is_alive():
+        if not self.saving:
             self._join()
         told = len(self._saved)
         saved, self._saved[:told] = self._saved[:told], []

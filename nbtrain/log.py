@@ -9,8 +9,10 @@ is not finite is null.
 import contextlib
 import json
 import math
+import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -205,22 +207,53 @@ def _metrics(row: dict) -> dict | None:
 
 class TensorBoard:
     """The numbers of log.jsonl as TensorBoard's event files in `folder`, up to step `first` those that are
-    there. Needs tensorboardX."""
+    there. Needs tensorboardX.
 
-    def __init__(self, folder: Path, first: int):
-        writer = _tensorboardx()
+    Written here and now, not by tensorboardX's own thread: a full disk ends that one, and then a run that
+    writes on waits for it for ever.
+    """
+
+    FLUSH_EVERY_S = 10.0
+
+    def __init__(self, folder: Path, first: int, report: Report):
+        record_writer, self._pb = _tensorboardx()
+        self._report, self._flushed_at = report, -math.inf
+        folder.mkdir(exist_ok=True)
         for old in folder.glob("events.out.tfevents.*") if first == 0 else ():
             old.unlink()
-        self._writer = writer(str(folder), purge_step=first + 1 if first else None)
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
+        self._file: Any = record_writer(str(folder / name))
+        self._write(file_version="brain.Event:2")
+        if first:  # what a crash left behind it is void
+            self._write(step=first + 1, session_log=self._pb.SessionLog(status=self._pb.SessionLog.START))
 
     def add(self, row: dict) -> None:
+        event = self._pb.Event()
         for name, value in row.items():
             if name != "step" and isinstance(value, int | float):
                 kind, short = ("val", name[4:]) if name.startswith("val_") else ("train", name)
-                self._writer.add_scalar(f"{kind}/{short}", float(value), row["step"])
+                event.summary.value.add(tag=f"{kind}/{short}", simple_value=float(value))
+        self._write(step=row["step"], summary=event.summary)
 
     def close(self) -> None:
-        self._writer.close()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+    def _write(self, **content) -> None:
+        """No run ends because its pictures cannot be written."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(self._pb.Event(wall_time=time.time(), **content).SerializeToString())
+            if time.perf_counter() - self._flushed_at >= self.FLUSH_EVERY_S:
+                self._file.flush()
+                self._flushed_at = time.perf_counter()
+        except OSError as error:
+            self._report.say(f"TensorBoard's files end here: {error}. log.jsonl holds the same numbers")
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
 
     @staticmethod
     def check() -> None:
@@ -228,15 +261,18 @@ class TensorBoard:
         _tensorboardx()
 
 
-def _tensorboardx():
+def _tensorboardx() -> tuple[Any, Any]:
+    """(the class that writes records to a file, the module of messages)"""
     try:
-        from tensorboardX import SummaryWriter
+        import tensorboardX  # noqa: F401
+        from tensorboardX.proto import event_pb2
+        from tensorboardX.record_writer import RecordWriter
     except ImportError as error:
         raise Unavailable(
             f"TensorBoard's files were asked for, but tensorboardX cannot be imported ({error}). Run "
             "pip install 'nbtrain[tensorboard]', or do without: log.jsonl holds the same numbers."
         ) from None
-    return SummaryWriter
+    return RecordWriter, event_pb2
 
 
 class Plot:

@@ -152,7 +152,7 @@ def train(
         log = Log(
             out / "log.jsonl", first, tokens_a_step, run.steps, report,
             monitor=monitor, peak_tokens_per_s=peak, sensors=Sensors(place),
-            board=TensorBoard(out / "tensorboard", first) if tensorboard else None,
+            board=TensorBoard(out / "tensorboard", first, report) if tensorboard else None,
         )  # fmt: skip
         stack.enter_context(log)
         plot = Plot(log, out / "loss.png", report)
@@ -171,14 +171,22 @@ def train(
         def tell_not_saved(error: OSError) -> None:
             report.say(f"step {step}: a checkpoint could not be written: {error}")
 
+        said = False
+
         def keep(last: bool) -> Checkpoint:
+            nonlocal said
+            if checkpoints.saving and not last and not said:
+                said = True
+                report.say(
+                    f"step {step}: the steps wait, because a save takes longer than save_every = "
+                    f"{run.save_every} steps. Take a larger one"
+                )
             told = dict(config=config, train_config=train_config, tokenizer=tokenizer)
             extra, at = {"run": dataclasses.asdict(run)}, source.state()
-            told_too = dict(wait=last or not beside, data_state=at, extra=extra)
-            path = checkpoints.path(step)
+            path, wait = checkpoints.path(step), last or not beside
             for another in (True, False):  # the first error may be that of the save before
                 try:
-                    checkpoints.save(step, params, opt_state, **told, **told_too)
+                    checkpoints.save(step, params, opt_state, wait=wait, **told, data_state=at, extra=extra)
                     break
                 except OSError as error:
                     if last and not another:

@@ -17,7 +17,7 @@ from nbtrain.config import GPTConfig, TrainConfig
 from nbtrain.data import eval_batches, write_tokens
 from nbtrain.errors import InvalidValue, Unavailable
 from nbtrain.lock import only_writer
-from nbtrain.log import Report, perplexity
+from nbtrain.log import Report, TensorBoard, perplexity
 from nbtrain.run import RunConfig, evaluate, micro_batches, resumed, train, why_no_capture
 from nbtrain.tokenizer import ByteTokenizer
 from nbtrain.train import init, make_eval_step
@@ -228,6 +228,8 @@ def test_a_save_that_fails_on_the_way_is_told_and_the_run_goes_on(slow, run_conf
     result = _train(dataclasses.replace(run_config, save_every=6), tmp_path / "run", report=report)
     told = [text for text in report.said if "could not be written" in text]
     assert len(told) == 2 and "step_00000006" in told[0] and "step_00000012" in told[1]
+    waits = [text for text in report.said if "longer than save_every = 6" in text]
+    assert len(waits) == slow and all(text.startswith("step 12: the steps wait") for text in waits)
     assert _bits(result.checkpoint.opt_state) == _bits(plain.checkpoint.opt_state)
     saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert saved == ["step_00000018", "step_00000020"]
@@ -472,19 +474,24 @@ def test_the_plot_is_refreshed_while_the_run_goes(run_config, tmp_path, monkeypa
     assert there[0] is False and there[-1] is True
 
 
-def _events(folder):
-    """{tag: [(step, value)]} of the event files, read by hand: length, CRC, record, CRC."""
+def _records(folder):
+    """The events of the files in a folder, read by hand: length, CRC, record, CRC."""
     from tensorboardX.proto.event_pb2 import Event
 
-    found = {}
     for path in sorted(folder.glob("events.out.tfevents.*")):
         data, at = path.read_bytes(), 0
         while at < len(data):
             size = int.from_bytes(data[at : at + 8], "little")
-            event = Event.FromString(data[at + 12 : at + 12 + size])
+            yield Event.FromString(data[at + 12 : at + 12 + size])
             at += 16 + size
-            for value in event.summary.value:
-                found.setdefault(value.tag, []).append((event.step, value.simple_value))
+
+
+def _events(folder):
+    """{tag: [(step, value)]}"""
+    found = {}
+    for event in _records(folder):
+        for value in event.summary.value:
+            found.setdefault(value.tag, []).append((event.step, value.simple_value))
     return found
 
 
@@ -497,6 +504,33 @@ def test_tensorboard_gets_the_numbers_of_the_log(run_config, tmp_path):
         want = [(row["step"], np.float32(row[name])) for row in rows if name in row]
         assert events[tag] == want and len(want) in (3, 20)
     assert {"val/perplexity", "train/tokens_per_s", "train/grad_norm"} <= set(events)
+
+
+def test_a_full_disk_under_tensorboard_holds_no_run_up(run_config, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tensorboardX.record_writer.RecordWriter.flush", full)
+    report = Quiet()
+    _train(run_config, tmp_path / "run", tensorboard=True, report=report)
+    assert len(_losses(tmp_path / "run")) == 20
+    assert sum("TensorBoard's files end here" in text for text in report.said) == 1
+
+
+def test_tensorboard_hides_what_a_crash_left_behind_the_checkpoint(tmp_path):
+    from tensorboardX.proto.event_pb2 import SessionLog
+
+    for first in (0, 7):
+        board = TensorBoard(tmp_path / str(first), first, Quiet())
+        board.add({"step": first + 1, "loss": 2.0})
+        board.close()
+    starts = [
+        (event.step, event.session_log.status)
+        for first in (0, 7)
+        for event in _records(tmp_path / str(first))
+        if event.HasField("session_log")
+    ]
+    assert starts == [(8, SessionLog.START)]
 
 
 def test_what_is_not_there_is_said_before_anything_is_written(run_config, tmp_path, monkeypatch):

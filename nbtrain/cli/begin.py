@@ -61,7 +61,8 @@ def _resume(o, annotations):
         changes |= {name: _absolute(files) for name, files in (("train", o.data), ("val", o.val)) if files}
         run, train_config = resumed(checkpoint, **changes)
         out = run_folder(checkpoint.meta["path"])
-        if o.resume == AUTO and checkpoint.opt_state.step.item() >= run.steps:
+        state = checkpoint.opt_state
+        if o.resume == AUTO and state is not None and state.step.item() >= run.steps:
             print(f"the run in {out} has done its {run.steps:,} steps")
             return None
         options = dict(tokenizer=checkpoint.tokenizer, device=o.device, resume=checkpoint, report=reporter())
