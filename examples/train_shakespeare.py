@@ -3,7 +3,7 @@
     python examples/train_shakespeare.py
     python examples/train_shakespeare.py --text my.txt --steps 500 --device cuda:0
 
-The folder --out receives a `checkpoint` that `nbtrain sample` and `nbtrain eval` take.
+The folder --out is then one that `nbtrain sample` and `nbtrain eval` take: its checkpoints/ holds the model.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import nbtrain as nb
+from nbtrain.checkpoints import Checkpoints
 from nbtrain.text import prepare_text, read_text, shakespeare_text
 from nbtrain.tokenizer import CharTokenizer
 
@@ -42,7 +43,9 @@ with nb.batches(data.train, B=args.batch_size, T=config.block_size, seed=0, devi
         if step % 100 == 0 or step == args.steps:  # reading the loss waits for the device
             print(f"step {step}: loss {float(metrics.loss):.4f}, {time.perf_counter() - start:.1f} s")
     told = dict(config=config, train_config=train_config, tokenizer=tokenizer, data_state=source.state())
-    nb.save(args.out / "checkpoint", params, opt_state, **told)
+    checkpoints = Checkpoints(args.out / "checkpoints", keep_last=1)
+    checkpoints.start(0)  # those of an earlier run go once this one is saved
+    checkpoints.save(args.steps, params, opt_state, wait=True, **told)
 
 # Validation: each token of the file counts once.
 eval_step = nb.make_eval_step(config)

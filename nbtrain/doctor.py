@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import nbtrain
-from nbtrain.errors import NbtrainError
 
 NEEDED = (
     "numpy", "numba", "llvmlite", "scipy", "threadpoolctl", "tbb", "ml-dtypes", "safetensors", "tokenizers",
@@ -40,8 +39,8 @@ def report() -> Iterator[str]:
     yield f"GPU driver: {_driver()}"
     try:
         yield from _what_runs()
-    except (NbtrainError, ImportError, OSError) as error:
-        yield f"nothing runs: {error}"
+    except Exception as error:  # whatever a broken driver or library raises, the advice below is still due
+        yield f"nothing runs: {type(error).__name__}: {error}"
     yield from advice(
         nvidia_driver=_nvidia_driver(),
         amd=AMD_DRIVER.exists(),

@@ -96,3 +96,14 @@ def test_doctor_tells_the_gpu_and_what_runs_on_it(nb):
     assert code == 0 and re.search(r"^GPU: .+, [\d,]+ MB, .+, \d+ multiprocessors \(\w+:0\)$", out, re.M)
     assert re.search(r"^matrix products: (cublaslt|cupy) \(.+\)$", out, re.M)
     assert re.search(r"^attention: (fused|products)", out, re.M)
+
+
+def test_doctor_tells_what_a_broken_library_raises_and_still_advises(nb, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("cudaErrorInsufficientDriver")
+
+    monkeypatch.setattr("nbtrain.device.place.resolve_device", broken)
+    code, out, _ = nb("doctor")
+    assert code == 0 and "nothing runs: RuntimeError: cudaErrorInsufficientDriver\n" in out
+    last = out.splitlines()[-1]
+    assert "pip install" in last or last.endswith("is missing")
