@@ -12,9 +12,6 @@ absent. Nothing is unpickled. What is damaged is named, and nothing of it is use
 """
 
 import dataclasses
-import functools
-import hashlib
-import importlib.metadata
 import json
 import re
 import sys
@@ -24,7 +21,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import nbtrain
+from nbtrain.checkpoint_index import (
+    FORMAT,
+    INDEX,
+    MODEL,
+    OPTIMIZER,
+    VERSION,
+    check_file,
+    differences,
+    digest_of,
+    read_index,
+    versions_here,
+)
 from nbtrain.config import GPTConfig, TrainConfig, from_dict
 from nbtrain.device import FLOATS, blas
 from nbtrain.device.machine import machine
@@ -37,19 +45,9 @@ from nbtrain.tokenizer import from_dict as tokenizer_from_dict
 from nbtrain.train import OptState
 from nbtrain.tree import Layout, Tree
 
-VERSION = 1
-FORMAT = "nbtrain checkpoint"
-MODEL, OPTIMIZER, INDEX = "model.safetensors", "optimizer.safetensors", "checkpoint.json"
-MAX_INDEX_BYTES = 2**26  # the largest tokenizer is a quarter of it
 STEPS = "checkpoints"  # in a run's folder: its checkpoints, each in a folder of its step
 STEP = re.compile(r"(step_\d{8,})(\.(tmp|old)-[0-9a-f]{8})?")
 REPLACED = "replaced"  # in that: those that a new run replaces, until it has saved one
-LIBRARIES = ("numpy", "numba", "llvmlite", "scipy", "ml-dtypes", "safetensors")
-GPU_LIBRARIES = (
-    "numba-cuda", "numba-hip", "nvmath-python", "cupy-cuda13x", "cupy-cuda12x", "cupy-rocm-7-0",
-    "nvidia-cublas", "nvidia-cublas-cu12",
-)  # fmt: skip
-NO_BITS = {"python", "safetensors"}  # no result depends on their versions
 
 
 class Checkpoint(NamedTuple):
@@ -120,7 +118,7 @@ def describe(params: Tree, opt_state: OptState | None, *, config, train_config, 
         "tokenizer": tokenizer and tokenizer.to_dict(),
         "data_state": data_state,
         "extra": extra,
-        "versions": _versions(),
+        "versions": versions_here(),
         "machine": machine(params.device),
         "gemm_plan": blas.plan(),
         "files": {},
@@ -150,7 +148,7 @@ def write(directory: Path, index: dict, weights: Tree, opt_state: OptState | Non
             tensors = {f"{tree}.{name}": x for tree in ("m", "v") for name, x in getattr(opt_state, tree)}
             index["files"][OPTIMIZER] = write_tensors(folder / OPTIMIZER, tensors | _scalars(opt_state))
         with open(folder / INDEX, "xb") as file:
-            file.write(json.dumps(index | {"digest": _digest(index)}, indent=1).encode("ascii"))
+            file.write(json.dumps(index | {"digest": digest_of(index)}, indent=1).encode("ascii"))
             flush(file)
 
     write_folder(directory, fill)
@@ -195,9 +193,9 @@ def _print(text: str) -> None:
 
 
 def _load(path: Path, place: str) -> Checkpoint:
-    index = _read_index(path)
+    index = read_index(path)
     for name, expected in index["files"].items():
-        _check_file(path / name, expected)
+        check_file(path / name, expected)
     config = _config(path, GPTConfig, index["config"])
     layout = Layout.of(config.leaves())
     dtype = FLOATS[index["dtype"]]
@@ -226,42 +224,10 @@ def _load(path: Path, place: str) -> Checkpoint:
             "dtype": index["dtype"],
             "versions": index["versions"],
             "machine": index["machine"],
-            "differs": _differences(path, index, place),
+            "differs": differences(path, index, place),
             "extra": index["extra"] or {},
         },
     )
-
-
-def _differences(path: Path, index: dict, place: str) -> list[str]:
-    """What is not as it was where the checkpoint was saved, and may so change bits. The plan of the GPU's
-    products is taken from it where it can be."""
-    there, here = index["machine"], machine(place)
-    found = []
-    if there.get("device") != here["device"]:
-        found.append(f"device {_short(there.get('device'))}, here {here['device']}")
-    else:
-        for name in sorted(there.keys() | here.keys()):
-            a, b = _short(there.get(name)), _short(here.get(name))
-            if there.get(name) != here.get(name):
-                found.append(f"other {name}" if a == b or len(a + b) > 80 else f"{name} {a}, here {b}")
-    versions = _versions()
-    for name in sorted((index["versions"].keys() | versions.keys()) - NO_BITS):
-        a, b = index["versions"].get(name, "none"), versions.get(name, "none")
-        if a != b and (place != "cpu" or name not in GPU_LIBRARIES):
-            found.append(f"{_short(name)} {_short(a)}, here {_short(b)}")
-    if place != "cpu" and there.get("device") == here["device"]:
-        try:
-            reason = blas.adopt(index["gemm_plan"])
-        except InvalidValue as error:
-            raise InvalidValue(f"{path / INDEX}: {error}") from None
-        if reason is not None:
-            found.append(reason)
-    return found
-
-
-def _short(value) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 # ----------------------------------------------------------------------------
@@ -308,7 +274,7 @@ def step_of(name: str) -> int:
 def is_complete(path: Path) -> bool:
     """Whether the files of the checkpoint are there in their lengths; their bytes are not read."""
     try:
-        files = _read_index(path)["files"]
+        files = read_index(path)["files"]
         return all((path / name).stat().st_size == expected["bytes"] for name, expected in files.items())
     except (InvalidValue, OSError):
         return False
@@ -327,8 +293,8 @@ def _find(directory: Path) -> Path:
     damages = []
     for leftover in leftovers(directory):
         try:
-            for name, expected in _read_index(leftover)["files"].items():
-                _check_file(leftover / name, expected)
+            for name, expected in read_index(leftover)["files"].items():
+                check_file(leftover / name, expected)
         except InvalidValue as error:
             damages.append(str(error))
         else:
@@ -339,93 +305,6 @@ def _find(directory: Path) -> Path:
         else " Check the path."
     )
     raise InvalidValue(f"there is no checkpoint at {directory}.{found}")
-
-
-# ----------------------------------------------------------------------------
-# checkpoint.json
-
-
-@functools.cache  # looking them up takes as long as copying a small model
-def _versions() -> dict[str, str]:
-    versions = {"nbtrain": nbtrain.__version__, "python": sys.version.split()[0]}
-    for name in LIBRARIES + GPU_LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-def _digest(index: dict) -> str:
-    return hashlib.sha256(json.dumps(index, sort_keys=True).encode("ascii")).hexdigest()
-
-
-def _read_index(path: Path) -> dict:
-    """checkpoint.json, its form checked: every field of `save` is there, and has its type."""
-    file = path / INDEX
-    if not file.is_file():
-        raise InvalidValue(f"{file} is missing.")
-    n_bytes = file.stat().st_size
-    if n_bytes > MAX_INDEX_BYTES:
-        raise InvalidValue(f"{file}: expected at most {MAX_INDEX_BYTES} bytes, there are {n_bytes}.")
-    try:
-        index = json.loads(file.read_bytes().decode("ascii"))
-    except (ValueError, RecursionError) as error:
-        raise InvalidValue(f"{file} is damaged: {n_bytes} bytes that are no JSON ({error}).") from None
-    if not isinstance(index, dict) or index.get("format") != FORMAT:
-        raise InvalidValue(
-            f'{file} does not belong to a checkpoint of nbtrain: expected "format": "{FORMAT}".'
-        )
-    if index.get("version") != VERSION:
-        raise InvalidValue(
-            f"{file} has format version {str(index.get('version'))[:40]}; this nbtrain reads version "
-            f"{VERSION}. Update nbtrain."
-        )
-    digest = index.pop("digest", None)
-    if digest != _digest(index):
-        raise InvalidValue(f"{file} is damaged: its digest does not belong to its content.")
-    types = {
-        "dtype": str, "config": dict, "train_config": dict | None, "tokenizer": dict | None,
-        "data_state": dict | None, "extra": dict | None, "versions": dict, "machine": dict,
-        "gemm_plan": dict, "files": dict,
-    }  # fmt: skip
-    for field, kind in types.items():
-        if field not in index or not isinstance(index[field], kind):
-            raise InvalidValue(f"{file}: {field!r} is missing or of the wrong type.")
-    if index["dtype"] not in FLOATS:
-        raise InvalidValue(f"{file}: dtype must be one of {', '.join(FLOATS)}; got {index['dtype'][:40]!r}.")
-    # Names are compared, never followed: no path in the file leads anywhere.
-    if set(index["files"]) not in ({MODEL}, {MODEL, OPTIMIZER}):
-        raise InvalidValue(
-            f"{file}: expected the files {MODEL} and perhaps {OPTIMIZER}; got "
-            f"{str(sorted(index['files']))[:200]}."
-        )
-    for name, expected in index["files"].items():
-        if (
-            not isinstance(expected, dict)
-            or not isinstance(expected.get("bytes"), int)
-            or "sha256" not in expected
-        ):
-            raise InvalidValue(f"{file}: expected bytes and sha256 of {name}; got {str(expected)[:200]}.")
-    return index
-
-
-def _check_file(file: Path, expected: dict) -> None:
-    if not file.is_file():
-        raise InvalidValue(f"{file} is missing; expected {expected['bytes']} bytes.")
-    n_bytes = file.stat().st_size
-    if n_bytes != expected["bytes"]:
-        raise InvalidValue(
-            f"{file} is damaged: expected {expected['bytes']} bytes, there are {n_bytes}. Take another copy "
-            "of the checkpoint."
-        )
-    with open(file, "rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    if digest != expected["sha256"]:
-        raise InvalidValue(
-            f"{file} is damaged: its {n_bytes} bytes are there, but not those that were saved (SHA-256 "
-            f"{digest[:16]}…, expected {str(expected['sha256'])[:16]}…). Take another copy of the checkpoint."
-        )
 
 
 def _config(path: Path, kind, values: dict):

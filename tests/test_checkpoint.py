@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from nbtrain.checkpoint import INDEX, MODEL, OPTIMIZER, _digest, load, save
+from nbtrain.checkpoint import INDEX, MODEL, OPTIMIZER, load, save
+from nbtrain.checkpoint_index import digest_of
 from nbtrain.config import GPTConfig, TrainConfig
 from nbtrain.device import FLOATS
 from nbtrain.errors import InvalidType, InvalidValue
@@ -53,7 +54,7 @@ def _edit(folder, **changes):
     """Changes fields of checkpoint.json and signs it again, as somebody who means harm would."""
     index = json.loads((folder / INDEX).read_text()) | changes
     index.pop("digest")
-    (folder / INDEX).write_text(json.dumps(index | {"digest": _digest(index)}))
+    (folder / INDEX).write_text(json.dumps(index | {"digest": digest_of(index)}))
 
 
 def _replace(folder, name, data):

@@ -11,7 +11,7 @@ LAYERS = [
     {"device"},
     {"config", "tree"},
     {"ops"},
-    {"batch", "token_file", "tensor_file", "tokenizer"},
+    {"batch", "token_file", "tensor_file", "tokenizer", "checkpoint_index"},
     {"documents"},
     {"encoding"},
     {"prepare"},

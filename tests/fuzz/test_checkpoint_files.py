@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from nbtrain.checkpoint import INDEX, MODEL, OPTIMIZER, _digest, load
+from nbtrain.checkpoint import INDEX, MODEL, OPTIMIZER, load
+from nbtrain.checkpoint_index import digest_of
 from nbtrain.errors import InvalidValue
 from tests.test_checkpoint import CONFIG, DATA_STATE, _replace, _saved
 
@@ -127,7 +128,7 @@ def test_a_signed_index_of_any_values_is_read_or_named(data, saved, folder):
     if data.draw(st.booleans()):
         at.pop(data.draw(st.sampled_from(sorted(at))))
     index = json.loads(json.dumps(index))
-    (folder / INDEX).write_text(json.dumps(index | {"digest": _digest(index)}))
+    (folder / INDEX).write_text(json.dumps(index | {"digest": digest_of(index)}))
     # The config may now belong to other tensors than those that are there.
     found = _load_or_named(folder, INDEX, MODEL, OPTIMIZER)
     if found is not None:
