@@ -63,3 +63,16 @@ def trained(tmp_path_factory):
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return folder / "run", done.stdout
+
+
+@pytest.fixture
+def run_config(tmp_path):
+    """20 steps on tokens that follow each other, so that there is something to learn."""
+    from nbtrain.data import write_tokens
+    from nbtrain.run import RunConfig
+
+    ids = np.arange(700) * 7 % 20
+    write_tokens(tmp_path / "train.bin", ids, vocab_size=20)
+    write_tokens(tmp_path / "val.bin", ids[:100], vocab_size=20)
+    paths = dict(train=(str(tmp_path / "train.bin"),), val=(str(tmp_path / "val.bin"),))
+    return RunConfig(**paths, steps=20, B=3, micro=2, seed=5, eval_every=8, eval_batches=2)
