@@ -306,6 +306,18 @@ def test_resume_auto_goes_on_with_the_same_command_only(options, message, nb, tm
     assert code == 2 and message in re.sub(r"[\s│]+", " ", err)
 
 
+def test_the_config_of_a_run_may_be_given_when_it_goes_on(nb, tmp_path):
+    code, _, err = nb(*_auto(tmp_path))
+    assert code == 0, err
+    config = tmp_path / "run" / "config.toml"
+    command = ("train", "--config", config, "--resume", tmp_path / "run", "--steps")
+    code, out, err = nb(*command, 14)
+    assert code == 0 and "step 12, on cpu" in out, err
+    (tmp_path / "other.toml").write_text(config.read_text().replace("lr = 0.02", "lr = 0.03", 1))
+    code, _, err = nb("train", "--config", tmp_path / "other.toml", *command[3:], 16)
+    assert code == 2 and "--lr is 0.03, and 0.02 in the run in" in re.sub(r"[\s│]+", " ", err)
+
+
 def test_resume_auto_begins_where_the_first_save_was_cut_and_refuses_damage(nb, tmp_path):
     folder = tmp_path / "run" / "checkpoints"
     (folder / "step_00000003.tmp-0123abcd").mkdir(parents=True)

@@ -46,13 +46,13 @@ def _resume(o, annotations):
     from nbtrain.run import resumed
     from nbtrain.run import train as run_train
 
-    if o.resume == AUTO:
-        _check_same_run(o, annotations)
-    elif wrong := o.given - set(RESUMABLE):
+    folder = o.out if o.resume == AUTO else o.resume
+    fixed = o.given - set(RESUMABLE)
+    if o.resume != AUTO and (wrong := fixed - o.from_file):
         raise typer.BadParameter(
             f"--{sorted(wrong)[0].replace('_', '-')} is fixed by the run that --resume goes on with."
         )
-    folder = o.out if o.resume == AUTO else o.resume
+    _check_same(o, fixed - {"out"}, run_folder(folder) / "config.toml", annotations)
     with contextlib.ExitStack() as stack:
         if (run_folder(folder) / STEPS).is_dir():  # what is loaded shall be the newest still when it is used
             stack.enter_context(only_writer(run_folder(folder)))
@@ -70,14 +70,13 @@ def _resume(o, annotations):
         return run_train(checkpoint.config, train_config, run, out, **options)
 
 
-def _check_same_run(o, annotations) -> None:
-    """Raises where an option that a run fixes is not what config.toml in --out says: --resume auto is given
-    with the whole command, which is then another one than the run was begun with."""
-    file = o.out / "config.toml"
-    if not file.is_file():
+def _check_same(o, names: set[str], file: Path, annotations) -> None:
+    """Raises where one of the options `names`, which a run fixes, is not what its config.toml says: with
+    --resume auto or --config all of a command may be given, and must be what the run was begun with."""
+    if not names or not file.is_file():
         return
     settings = read(file, annotations)
-    for name in sorted(o.given - set(RESUMABLE) - {"out"}):
+    for name in sorted(names):
         given, there = _plain(getattr(o, name)), _plain(settings.get(name))
         if name == "total_batch_tokens" and "block_size" in settings:
             there = settings["micro"] * settings["batch_size"] * settings["block_size"]
@@ -85,8 +84,8 @@ def _check_same_run(o, annotations) -> None:
             continue
         if given != there:
             raise typer.BadParameter(
-                f"--{name.replace('_', '-')} is {given}, and {there} in the run in {o.out} that --resume auto"
-                " goes on with. Give the command that the run was begun with, or another --out."
+                f"--{name.replace('_', '-')} is {given}, and {there} in the run in {file.parent} that "
+                "--resume goes on with. Give what the run was begun with, or begin another in another --out."
             )
 
 
@@ -221,7 +220,7 @@ def _settings(o, config, train_config, micro, dtype, place, train_files, val_fil
         values |= {"data": train_files, "val": val_files}
     if o.schedule is not Schedule.wsd:
         del values["decay"]
-    for name in ("given", "config", "resume", "total_batch_tokens"):
+    for name in ("given", "from_file", "config", "resume", "total_batch_tokens"):
         del values[name]
     plain = {name: _plain(value) for name, value in values.items()}
     return {name: value for name, value in plain.items() if value is not None and value != []}

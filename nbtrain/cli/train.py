@@ -177,8 +177,8 @@ def train(
 
 
 def _options(context: typer.Context) -> SimpleNamespace:
-    """The options, and in `given` the names of those that were not left to their defaults. What a config
-    file says is void where the command line says otherwise."""
+    """The options, in `given` the names of those that were not left to their defaults, and in `from_file` of
+    those that a config file says. What it says is void where the command line says otherwise."""
     params = [param for param in context.command.params if param.name in context.params]
     sources = {str(param.name): _source(context, param.name) for param in params}
     void = {
@@ -191,7 +191,8 @@ def _options(context: typer.Context) -> SimpleNamespace:
         void.discard("vocab_size")  # it is the tokenizer's, whatever the text
     defaults = {str(param.name): param.default for param in params if param.name in void}
     given = {name for name, source in sources.items() if source in ("COMMANDLINE", "DEFAULT_MAP")} - void
-    return SimpleNamespace(**context.params | defaults, given=given)
+    from_file = {name for name in given if sources[name] == "DEFAULT_MAP"}
+    return SimpleNamespace(**context.params | defaults, given=given, from_file=from_file)
 
 
 def _source(context: typer.Context, option) -> str | None:
