@@ -8,9 +8,10 @@ from typing import Any
 
 
 class Interrupt:
-    """A context in which the first SIGINT or SIGTERM sets `came`, and the second raises KeyboardInterrupt."""
+    """A context in which the first SIGINT, SIGTERM or SIGHUP sets `came`, and the second raises
+    KeyboardInterrupt. A SIGHUP that nohup ignores is ignored."""
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 
     def __init__(self):
         self.came = False
@@ -18,7 +19,9 @@ class Interrupt:
 
     def __enter__(self) -> "Interrupt":
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handler
-            self._before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+            for number in self.SIGNALS:
+                if number in (signal.SIGINT, signal.SIGTERM) or signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *exc) -> None:
@@ -27,7 +30,7 @@ class Interrupt:
 
     def _handle(self, number, frame) -> None:
         if self.came:
-            for number in self.SIGNALS:
+            for number in self._before:
                 signal.signal(number, signal.SIG_DFL)  # the third one needs no Python
             raise KeyboardInterrupt
         self.came = True

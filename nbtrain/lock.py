@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from nbtrain.errors import Unavailable
+from nbtrain.errors import InvalidValue, Unavailable
 
 try:
     import fcntl
@@ -31,6 +31,8 @@ def only_writer(folder: str | Path) -> Iterator[None]:
     if fcntl is None or folder in held:
         yield
         return
+    if folder.exists() and not folder.is_dir():
+        raise InvalidValue(f"{folder} is a file; a run writes a folder. Take another name.")
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o666)
     try:

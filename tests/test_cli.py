@@ -108,6 +108,7 @@ def test_wrong_usage_exits_with_2_and_the_reason(args, message, nb):
         (["train", "--text", "{tmp}/text.txt", "--remat", "some", "--out", "{tmp}/run"], "remat"),
         (["train", "--text", "{tmp}/text.txt", "--block-size", "5000", "--out", "{tmp}/run"], "T + 1 = 5001"),
         (["train", "--resume", "{tmp}/nowhere"], "no checkpoint at"),
+        (["train", "--text", "{tmp}/text.txt", "--out", "{tmp}/text.txt"], "text.txt is a file"),
         (["sample", "{tmp}/nowhere"], "no checkpoint at"),
         (["eval", "{tmp}", "--data", "x"], "no checkpoint"),
         (["prepare", "{tmp}/nowhere"], "nowhere"),

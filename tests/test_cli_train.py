@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 
 from nbtrain.checkpoint import load
+from nbtrain.cli.config_file import read
 from nbtrain.cli.progress import progress_bar
+from nbtrain.cli.train import train
 from nbtrain.config import GPTConfig
 from nbtrain.data import write_tokens
+from nbtrain.run import to_toml
 from nbtrain.tokenizer import ByteTokenizer
 from tests.cli_runs import TEXT, TINY
 
@@ -266,6 +269,31 @@ def test_what_cannot_run_is_said_before_anything_is_written(nb, tmp_path, option
     code, _, error = nb("train", "--text", tmp_path / "text.txt", "--out", tmp_path / "run", *options)
     assert code == 1 and message in error
     assert not (tmp_path / "run").exists()
+
+
+def test_a_bar_whose_terminal_has_gone_ends_no_run(monkeypatch):
+    report = progress_bar()
+
+    class Gone:
+        encoding = "utf-8"
+
+        def write(self, text):
+            raise OSError(5, "Input/output error")
+
+        def flush(self):
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(report._progress.console, "file", Gone())
+    report.say("still here")
+    for step in (1, 2):
+        report.step(step, 2, 3.25, 1234.0, 61.0)
+    report.close()
+
+
+@pytest.mark.parametrize("seed", [2**63, 2**64 - 1])
+def test_the_config_of_a_run_holds_any_seed(seed, tmp_path):
+    (tmp_path / "config.toml").write_bytes(to_toml({"seed": seed}))
+    assert read(tmp_path / "config.toml", train.__annotations__) == {"seed": seed}
 
 
 # --resume auto

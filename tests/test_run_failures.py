@@ -15,6 +15,7 @@ import nbtrain.checkpoints
 import nbtrain.run
 from nbtrain.checkpoint import load, save, write
 from nbtrain.errors import InvalidValue, Unavailable
+from nbtrain.interrupt import Interrupt
 from nbtrain.lock import only_writer
 from nbtrain.log import Report
 from nbtrain.tokenizer import ByteTokenizer
@@ -132,7 +133,7 @@ def test_what_would_fail_at_the_end_fails_before_the_first_step(run_config, tmp_
         train_on_cpu(run_config, tmp_path / "other", train_config=bad_lr, report=Quiet(trained))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", Interrupt.SIGNALS)
 def test_the_second_interrupt_leaves_at_once_and_handlers_are_restored(number, run_config, tmp_path, capfd):
     before = signal.getsignal(number)
 
@@ -187,3 +188,19 @@ def test_what_is_not_there_is_said_before_anything_is_written(run_config, tmp_pa
     with pytest.raises(Unavailable, match=r"pip install 'nbtrain\[tensorboard\]'"):
         train_on_cpu(run_config, tmp_path / "run", tensorboard=True)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
+def test_a_terminal_that_goes_ends_a_run_in_order_unless_nohup_says_otherwise(run_config, tmp_path):
+    def hang_up(step):
+        if step == 4:
+            signal.raise_signal(signal.SIGHUP)
+
+    gone = train_on_cpu(run_config, tmp_path / "gone", report=Quiet(hang_up))
+    assert (gone.interrupted, gone.step) == (True, 4)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stays = train_on_cpu(run_config, tmp_path / "stays", report=Quiet(hang_up))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (stays.interrupted, stays.step) == (False, 20)

@@ -13,7 +13,7 @@ import typer
 from nbtrain.errors import InvalidValue, NbtrainError
 
 MAX_BYTES = 2**20
-INTEGER = 2**63  # TOML's have 64 bits
+INTEGER = 2**64  # a seed may have so many bits
 
 
 def from_file(context: typer.Context, path: Path | None, annotations: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """How a run shows itself on a terminal."""
 
+import contextlib
 import sys
 
 
@@ -28,17 +29,22 @@ def progress_bar():
             )
             self._task = None
 
+        # No run ends because its terminal has gone.
+
         def say(self, text: str) -> None:
-            self._progress.console.print(text, markup=False)
+            with contextlib.suppress(OSError):
+                self._progress.console.print(text, markup=False)
 
         def step(self, step, steps, loss, tokens_per_s, left_s, mfu=None) -> None:
             told = dict(loss=loss, speed=speed(tokens_per_s, mfu), left=clock(left_s))
-            if self._task is None:
-                self._progress.start()
-                self._task = self._progress.add_task("", total=steps, **told)
-            self._progress.update(self._task, completed=step, **told)
+            with contextlib.suppress(OSError):
+                if self._task is None:
+                    self._task = self._progress.add_task("", total=steps, **told)
+                    self._progress.start()
+                self._progress.update(self._task, completed=step, **told)
 
         def close(self) -> None:
-            self._progress.stop()
+            with contextlib.suppress(OSError):
+                self._progress.stop()
 
     return Bar()
