@@ -17,8 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 # What may break a rule, and why: {(kernel, architecture): {"f64" | "stack" | "spill": bytes or count}}
-ALLOWED: dict[tuple[str, str], dict[str, int]] = {}
-
+ALLOWED: dict[tuple[str, str], dict[str, int]] = {
+    # Three eights of a row in registers suit sm_90, where it was measured; sm_80's ptxas is one short.
+    ("cross_entropy_forward", "sm_80"): {"stack": 8, "spill": 8},
+}
 
 DTYPES_BEFORE_AMPERE = ("fp32", "fp16")
 

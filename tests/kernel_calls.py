@@ -179,11 +179,11 @@ def sample(dtype):
     from nbtrain.ops.sample import sample
 
     rng = empty(np.uint32, (3,))
-    for columns in (V, 50257):
-        logits = empty(dtype, (8, columns))
-        sample(logits, temperature=0, vocab_size=50257)
-        for options in ({}, dict(top_k=50), dict(top_p=0.9), dict(top_k=50, top_p=0.9)):
-            sample(logits, rng, vocab_size=50257, **options)
+    logits, ragged = empty(dtype, (8, V), (8, 50257))
+    sample(logits, temperature=0, vocab_size=50257)
+    for options in ({}, dict(top_k=50), dict(top_p=0.9), dict(top_k=50, top_p=0.9)):
+        sample(logits, rng, vocab_size=50257, **options)
+    sample(ragged, rng, top_k=50, top_p=0.9)
 
 
 CALLS = [
