@@ -120,7 +120,7 @@ else:
     run = RunConfig(train=(tokens,), steps=steps, B=3, micro=2, seed=5, eval_every=0, save_every=3)
     train(config, train_config, run, out, device="cpu", dtype="fp16", report=Told())
 """
-STEPS_A_KILL = 12
+STEPS_A_KILL = 60  # the most that an idle machine takes before the kill, with room
 
 
 def _start(out, tokens, steps):
@@ -151,18 +151,20 @@ def _kill_and_resume(folder, kills, seed):
     write_tokens(folder / "train.bin", np.random.default_rng(0).integers(0, 20, 2000), vocab_size=20)
     _finish(_start(folder / "whole", folder / "train.bin", steps))  # compiles, too
     begun, out, said = time.perf_counter(), folder / "killed", []
-    while_saving, at_start = 0, 0
+    while_saving, at_start, start_s = 0, 0, 0.5  # the last: from a start to its first step
     for _ in range(kills):
-        process = _start(out, folder / "train.bin", steps)
+        process, started = _start(out, folder / "train.bin", steps), time.perf_counter()
         if rng.random() < 0.2:  # while it starts or loads
-            time.sleep(rng.uniform(0, 3))
+            time.sleep(rng.uniform(0, start_s))
             at_start += 1
         else:  # some steps on, then any moment of the steps and saves that follow
-            told = rng.randrange(1, STEPS_A_KILL - 2)
+            told, n = rng.randrange(1, 10), 0
             for line in process.stdout:
                 said.append(line)
-                told -= line.startswith("step ")
-                if told == 0:
+                n += line.startswith("step ")
+                if n == 1 and line.startswith("step "):
+                    start_s = time.perf_counter() - started
+                if n == told:
                     break
             time.sleep(rng.uniform(0, 0.02))
         process.send_signal(signal.SIGKILL)
