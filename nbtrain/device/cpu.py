@@ -7,9 +7,10 @@ second pool of threads spins against the first.
 A CPU twin is a function decorated with `twin`. It is written for fp32 arrays; 16-bit arguments are widened to
 fp32 scratch, the same code runs, and what it writes is rounded once.
 
-The same arguments give the same bits, with one exception: LLVM guards a vector loop by a test that its arrays
-lie at least 256 bytes apart, and takes the scalar loop elsewhere, which contracts products and sums in other
-places. Whole arrays of less than that, beside each other in memory, may then differ in the last bit.
+The same arguments give the same bits, with one exception: LLVM guards a vector loop by a test that what it
+writes does not begin just behind what it reads, and takes the scalar loop elsewhere, which contracts products
+and sums in other places. `scratch` lies apart from everything; but a result with rows of less than 64 numbers
+that begins right behind an argument may differ in the last bit.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ import functools
 import hashlib
 import importlib.metadata
 import inspect
+import math
 import os
 import pickle
 import stat
@@ -41,11 +43,12 @@ from nbtrain.errors import Unavailable
 from nbtrain.files import write_atomically
 
 __all__ = [
-    "add_rows", "exp", "fill", "larger", "mm", "njit", "prange", "routine", "span", "task_count", "twin",
-    "uint_as_float",
+    "add_rows", "exp", "fill", "larger", "mm", "njit", "prange", "routine", "scratch", "span", "task_count",
+    "twin", "uint_as_float",
 ]  # fmt: skip
 
 F = np.float32
+APART = 64  # numbers: the most that LLVM takes in one round of a loop
 # Everything that -ffast-math allows but "there is no NaN and no infinity": those must reach the non-finite
 # check.
 FASTMATH = {"reassoc", "contract", "nsz", "arcp", "afn"}
@@ -371,6 +374,12 @@ def task_count(n: int, grain: int, most: int = 32) -> int:
     """Tasks for n items of which `grain` are worth a task: a power of two, whatever the number of threads, so
     that sums over tasks have the same bits on every machine with the same BLAS."""
     return 1 << min(max(n // grain, 1).bit_length() - 1, most.bit_length() - 1)
+
+
+def scratch(*shape: int) -> np.ndarray:
+    """Uninitialised fp32 for a twin to work in, no row of which begins just behind another array."""
+    n = math.prod(shape)
+    return np.empty(APART + n, F)[APART:].reshape(shape)
 
 
 @njit(inline="always")

@@ -21,7 +21,7 @@ import numpy as np
 
 from nbtrain.device import array_module, as_arrays, expect, on_gpu, prange, same_memory, twin
 from nbtrain.device.blas import gemm_batched
-from nbtrain.device.cpu import exp, fill, larger, mm, span, task_count
+from nbtrain.device.cpu import exp, fill, larger, mm, scratch, span, task_count
 from nbtrain.device.dropout import BITS_ROOM, draw_bits, dropout_of
 from nbtrain.device.fused_attention import fused_attention
 from nbtrain.device.reduce import sum_rows
@@ -195,7 +195,7 @@ def _scratch_cpu(B, H, T, arrays, dropout):
     rows = min(QUERIES, T)
     most = max(1, min(32, CPU_SCRATCH_BYTES // (arrays * rows * T * 4)))
     tasks = task_count(B * H, 1, most)
-    blocks = [np.empty((tasks, rows, T), np.float32) for _ in range(arrays)]
+    blocks = [scratch(tasks, rows, T) for _ in range(arrays)]
     return *blocks, np.empty((tasks, T + BITS_ROOM if dropout else 0), np.uint32)
 
 

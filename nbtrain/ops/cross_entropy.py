@@ -47,7 +47,7 @@ from nbtrain.device import (
     uint32,
     unpack8,
 )
-from nbtrain.device.cpu import exp, fill, larger, routine, span, task_count
+from nbtrain.device.cpu import exp, fill, larger, routine, scratch, span, task_count
 from nbtrain.errors import InvalidValue
 
 ZERO = np.float32(0)
@@ -298,10 +298,10 @@ def _exp_row(row, target):
 
 
 @twin(writes="losses lse")
-def _forward_cpu(logits, targets, vocab_size, ignore_index, losses, lse, scratch):
-    tasks = scratch.shape[0]
+def _forward_cpu(logits, targets, vocab_size, ignore_index, losses, lse, rows):
+    tasks = rows.shape[0]
     for t in prange(tasks):
-        row = scratch[t]
+        row = rows[t]
         first, last = span(t, tasks, logits.shape[0])
         for n in range(first, last):
             source = logits[n, :vocab_size]
@@ -374,8 +374,8 @@ def cross_entropy_forward(
         no_dloss = xp.empty(1, np.float32)
         launch(forward, N, T, logits, targets, no_dloss, losses, lse, np.int32(ignore_index), np.int32(0))
     else:
-        scratch = np.empty((task_count(N, 1 + 16384 // V), vocab_size), np.float32)
-        _forward_cpu(logits, targets, vocab_size, ignore_index, losses, lse, scratch)
+        rows = scratch(task_count(N, 1 + 16384 // V), vocab_size)
+        _forward_cpu(logits, targets, vocab_size, ignore_index, losses, lse, rows)
     return losses, lse
 
 

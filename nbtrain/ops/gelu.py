@@ -32,7 +32,7 @@ from nbtrain.device import (
     twin,
     uint32,
 )
-from nbtrain.device.cpu import FASTMATH, exp, span, task_count
+from nbtrain.device.cpu import FASTMATH, exp, scratch, span, task_count
 from nbtrain.device.dropout import (
     BITS_ROOM,
     DROP_ANYWHERE,
@@ -278,7 +278,7 @@ def gelu_backward(
             sum_blocks(partial, blocks, dbias)
     else:
         bits, work = _scratch(N, C, drop)
-        _backward_cpu(dy, x, bias, dx, dbias, np.empty_like(work), *drop, bits, work)
+        _backward_cpu(dy, x, bias, dx, dbias, scratch(*work.shape), *drop, bits, work)
         if y is not None:
             _forward_cpu(x, bias, y, *drop, bits, work)
     return dx, dbias
@@ -288,7 +288,7 @@ def _scratch(N, C, drop):
     """(bits, work) for the tasks of a CPU twin."""
     tasks = task_count(N, 64)
     bits = np.empty((tasks, 0 if drop.rng is None else C + BITS_ROOM), np.uint32)
-    return bits, np.empty((tasks, C), np.float32)
+    return bits, scratch(tasks, C)
 
 
 def _standing_in(x, *arrays):

@@ -36,7 +36,7 @@ from nbtrain.device import (
     tuned,
     twin,
 )
-from nbtrain.device.cpu import span, task_count
+from nbtrain.device.cpu import scratch, span, task_count
 from nbtrain.device.reduce import sum_blocks
 from nbtrain.errors import InvalidValue
 
@@ -363,7 +363,7 @@ def layernorm_backward(dy, x, weight, mean, rstd, *, dresidual=None, dx_sum=None
         launch(backward, blocks, (T, R), dy, x, weight, mean, rstd, other, dx, partial, N)
         sum_blocks(partial, blocks, *sums)
     else:
-        partial = np.empty((task_count(N, 64), 3, C), np.float32)
+        partial = scratch(task_count(N, 64), 3, C)
         _backward_cpu(dy, x, weight, mean, rstd, dresidual, dx, dweight, dbias, dx_sum, partial)
     return dx, dweight, dbias
 

@@ -18,7 +18,7 @@ large as their dtype allows. A row of -inf only, or one with a nan or +inf, beco
 import numpy as np
 
 from nbtrain.device import array_module, as_arrays, expect, on_gpu, prange, same_memory, twin
-from nbtrain.device.cpu import exp, fill, larger, span, task_count
+from nbtrain.device.cpu import exp, fill, larger, scratch, span, task_count
 from nbtrain.device.dropout import BITS_ROOM, draw_bits, dropout_of
 from nbtrain.device.softmax_rows import check_length, launch_backward, launch_forward
 from nbtrain.errors import InvalidValue
@@ -164,4 +164,4 @@ def _check(op, N, L, sm_scale, causal, dropout, rng, site, first):
 
 def _scratch(N, L, dropout):
     tasks = task_count(N * L, 4096)
-    return np.empty((tasks, L + BITS_ROOM if dropout else 0), np.uint32), np.empty((tasks, L), np.float32)
+    return np.empty((tasks, L + BITS_ROOM if dropout else 0), np.uint32), scratch(tasks, L)
