@@ -1,6 +1,7 @@
 import importlib.util
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -8,10 +9,32 @@ import pytest
 from nbtrain.device import SIMULATED
 from tests.cli_runs import TEXT, TINY
 
+
+def _make_shared_arrays_once():
+    """The simulator looks whether a line's shared array is there, then makes it: of two threads that look at
+    once, each gets an array of its own. Here they queue."""
+    from numba.cuda.simulator.kernelapi import FakeCUDAShared
+
+    make, lock = FakeCUDAShared.array, threading.Lock()
+
+    def array(self, *args, **options):
+        frame = sys._getframe(1)
+        line = frame.f_code.co_filename, frame.f_lineno
+        with lock:
+            made = self.__dict__.setdefault("by_line", {})
+            if line not in made:
+                self._allocations.clear()  # its own key is the line below, for every array
+                made[line] = make(self, *args, **options)
+            return made[line]
+
+    FakeCUDAShared.array = array
+
+
 if SIMULATED:
     # The simulator's main thread spins while the kernel's threads want Python's lock, which it keeps for a
     # whole interval each time: at the usual 5 ms a barrier takes nine times as long.
     sys.setswitchinterval(1e-4)
+    _make_shared_arrays_once()
 
 # Its kernels are numba-cuda's to write down, whatever runs them.
 collect_ignore = [] if importlib.util.find_spec("numba_cuda") else ["nvidia"]
