@@ -1,7 +1,8 @@
 """One process at a time writes a run's folder.
 
 A POSIX lock on the file .lock in it, which the system gives back however the process ends, kill -9 included.
-The file stays. Where there are no such locks (Windows, some network file systems), nothing is held.
+The file stays with what was written; a folder that was made for it and got nothing else goes again. Where
+there are no such locks (Windows, some network file systems), nothing is held.
 """
 
 import contextlib
@@ -33,11 +34,14 @@ def only_writer(folder: str | Path) -> Iterator[None]:
         return
     if folder.exists() and not folder.is_dir():
         raise InvalidValue(f"{folder} is a file; a run writes a folder. Take another name.")
+    made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_still(folder / NAME, descriptor):  # the one who made it has just removed it
+                raise BlockingIOError
         except BlockingIOError:
             other = os.read(descriptor, 300).decode("utf-8", "replace").strip() or "another process"
             raise Unavailable(
@@ -54,5 +58,22 @@ def only_writer(folder: str | Path) -> Iterator[None]:
             yield
         finally:
             held.discard(folder)
+            if made:
+                _remove_if_unused(folder)
     finally:
         os.close(descriptor)
+
+
+def _is_still(file: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(file), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_if_unused(folder: Path) -> None:
+    """Removes a folder that holds the lock's file alone."""
+    with contextlib.suppress(OSError):
+        if os.listdir(folder) == [NAME]:
+            os.unlink(folder / NAME)
+            os.rmdir(folder)

@@ -64,3 +64,16 @@ def test_an_error_gives_the_folder_back(tmp_path):
     with pytest.raises(KeyError), only_writer(tmp_path):
         raise KeyError
     _holder(tmp_path).communicate()
+
+
+def test_a_folder_made_for_the_lock_goes_again_if_nothing_was_written(tmp_path):
+    with pytest.raises(ValueError, match="wrong from the start"), only_writer(tmp_path / "a"):
+        raise ValueError("wrong from the start")
+    assert not (tmp_path / "a").exists()
+    with only_writer(tmp_path / "a"):
+        (tmp_path / "a" / "log").touch()
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [".lock", "log"]
+    (tmp_path / "b").mkdir()
+    with only_writer(tmp_path / "b"):
+        pass
+    assert (tmp_path / "b").is_dir()  # it was there before
