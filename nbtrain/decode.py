@@ -28,7 +28,7 @@ from nbtrain.ops.embedding_decode import embedding_decode
 from nbtrain.ops.gelu import gelu_forward
 from nbtrain.ops.layernorm import layernorm_forward
 from nbtrain.ops.linear import linear_forward, matmul
-from nbtrain.tree import Layout, Tree
+from nbtrain.tree import Tree, check_params
 
 PREFILL_STEP = 64  # prefilled lengths grow in steps of it, so that few shapes occur
 PREFILL_TOKENS = 16_384  # that are prefilled at once, unless a single sequence has more
@@ -44,11 +44,7 @@ class Decoder:
 
     def __init__(self, params: Tree, config: GPTConfig, batch_size: int, length: int | None = None):
         """`length`: the tokens that a sequence may have, at most and by default block_size."""
-        if params.layout != Layout.of(config.leaves()):
-            raise InvalidValue(
-                f"params have {params.n_params:,} elements in another layout than this config's. Pass the "
-                "config that they were made with."
-            )
+        check_params(params, config.leaves())
         length = config.block_size if length is None else length
         for name, value, most in (("batch_size", batch_size, 2**20), ("length", length, config.block_size)):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:

@@ -27,7 +27,7 @@ from nbtrain.config import GPTConfig
 from nbtrain.device.place import to_device, to_host, use
 from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.model import GPT
-from nbtrain.tree import Layout, Tree
+from nbtrain.tree import Tree, check_params
 
 MOST_LINE_BYTES = 1 << 20  # of a file of questions
 LENGTH_STEP = 32  # batches of endings have lengths that are multiples of it, so that few shapes occur
@@ -60,11 +60,7 @@ class Scorer(GPT):
 
     def losses(self, params: Tree, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """(B, T) fp32 nats of targets (B, T), host arrays as tokens; 0 where a target is IGNORE_INDEX."""
-        if params.layout != Layout.of(self.config.leaves()):
-            raise InvalidValue(
-                f"params have {params.n_params:,} elements in another layout than this config's. Pass the "
-                "config that they were made with."
-            )
+        check_params(params, self.config.leaves())
         place = params.device
         with use(place):
             arrays = (to_device(x, place) for x in (tokens, targets, np.zeros(tokens.size, np.int32)))

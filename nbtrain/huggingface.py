@@ -25,14 +25,14 @@ import nbtrain
 from nbtrain.checkpoint import INDEX, STEPS
 from nbtrain.checkpoint import load as load_checkpoint
 from nbtrain.config import GPTConfig
-from nbtrain.device.place import compute_capability, resolve_device, say_once, to_device, use
+from nbtrain.device.place import to_device, use
 from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.files import flush, write_folder
-from nbtrain.precision import resolve_dtype
+from nbtrain.precision import choose
 from nbtrain.tensor_file import write_tensors
 from nbtrain.tokenizer import BPETokenizer, load_tokenizer
 from nbtrain.train import OptState, init_opt_state
-from nbtrain.tree import Layout, Tree
+from nbtrain.tree import Layout, Tree, check_params
 
 CONFIG, MODEL, SHARDS = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -88,7 +88,7 @@ def load_pretrained(
     would not compute exactly, or whose files are damaged, is InvalidValue with the file and the reason. To
     go on training from it: `load_init`.
     """
-    place, storage = _resolve(dtype, device)
+    place, storage = choose(dtype, device)
     config, master, tokenizer = _read(Path(folder), dropout)
     return Pretrained(config, _placed(master, storage, place), tokenizer)
 
@@ -108,7 +108,7 @@ def load_init(
     `dropout` replaces what the folder says; tokenizer is None where the folder has none.
     """
     folder = Path(folder)
-    place, storage = _resolve(dtype, device)
+    place, storage = choose(dtype, device)
     if is_pretrained(folder):
         config, master, tokenizer = _read(folder, dropout)
     else:
@@ -137,11 +137,7 @@ def save_pretrained(folder: str | Path, params: Tree, config: GPTConfig, tokeniz
             "save_pretrained expects (folder, params: Tree, config: GPTConfig); got "
             f"{type(params).__name__}, {type(config).__name__}."
         )
-    if params.layout != Layout.of(config.leaves()):
-        raise InvalidValue(
-            f"params have {params.n_params:,} elements in another layout than this config's. Pass the config "
-            "that they were made with."
-        )
+    check_params(params, config.leaves())
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise InvalidValue(
             f"the tokenizer has {tokenizer.vocab_size:,} ids, the model only {config.vocab_size:,}. Pass the "
@@ -185,17 +181,6 @@ def check_exportable(folder: Path) -> None:
 
 # ----------------------------------------------------------------------------
 # In
-
-
-def _resolve(dtype: str, device: str) -> tuple[str, np.dtype]:
-    """(device, storage dtype), said where "auto" chose them."""
-    place, why_device = resolve_device(device)
-    storage, why_dtype = resolve_dtype(dtype, place, compute_capability(place))
-    if device == "auto":
-        say_once(f"device {place}: {why_device}")
-    if dtype == "auto":
-        say_once(f"dtype {storage}: {why_dtype}")
-    return place, storage
 
 
 def _placed(master: Tree, storage, place: str) -> Tree:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nbtrain.device import FLOATS, bfloat16
+from nbtrain.device.place import compute_capability, resolve_device, say_once
 from nbtrain.errors import InvalidType, InvalidValue, Unavailable
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -99,3 +100,14 @@ def resolve_dtype(dtype: str, device: str, capability: tuple[int, int] | None = 
     if why_not_bf16:
         return FLOATS["fp16"], f"{why_not_bf16}; the loss is scaled dynamically"
     return FLOATS["bf16"], f"compute capability {version} has bf16, which needs no loss scaling"
+
+
+def choose(dtype: str, device: str) -> tuple[str, np.dtype]:
+    """(device, storage dtype) that these names mean here; what "auto" chose is said once, with the reason."""
+    place, why_device = resolve_device(device)
+    storage, why_dtype = resolve_dtype(dtype, place, compute_capability(place))
+    if device == "auto":
+        say_once(f"device {place}: {why_device}")
+    if dtype == "auto":
+        say_once(f"dtype {storage}: {why_dtype}")
+    return place, storage

@@ -25,9 +25,7 @@ from nbtrain.device import array_module
 from nbtrain.device.graph import Graph
 from nbtrain.device.philox import Rng
 from nbtrain.device.place import (
-    compute_capability,
     device_of,
-    resolve_device,
     say_once,
     to_device,
     to_host,
@@ -42,7 +40,7 @@ from nbtrain.ops.control import control
 from nbtrain.ops.cross_entropy import sum_losses
 from nbtrain.ops.global_norm import global_norm
 from nbtrain.optim import Schedule
-from nbtrain.precision import LossScale, LossScaling, resolve_dtype
+from nbtrain.precision import LossScale, LossScaling, choose
 from nbtrain.tree import Layout, Tree
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -146,12 +144,7 @@ def init(
         raise InvalidType(f"init expects a GPTConfig; got {type(config).__name__}.")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
         raise InvalidValue(f"seed must be an int in 0 … 2**64 - 1; got {seed!r}.")
-    place, why_device = resolve_device(device)
-    storage, why_dtype = resolve_dtype(dtype, place, compute_capability(place))
-    if device == "auto":
-        say_once(f"device {place}: {why_device}")
-    if dtype == "auto":
-        say_once(f"dtype {storage}: {why_dtype}")
+    place, storage = choose(dtype, device)
     with use(place):
         params, master = init_params(config, seed, storage, place)
         return params, init_opt_state(params, master, seed)

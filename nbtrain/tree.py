@@ -57,6 +57,15 @@ class Layout(NamedTuple):
         return flags
 
 
+def check_params(params: "Tree", leaves) -> None:
+    """Raises unless `params` is laid out as a config's `leaves()` are."""
+    if params.layout != Layout.of(leaves):
+        raise InvalidValue(
+            f"params have {params.n_params:,} elements in another layout than this config's. Pass the config "
+            "that they were made with."
+        )
+
+
 class Tree:
     """A buffer and the leaves in it: `tree.wte`, `tree.blocks[3].qkv_w`, `tree["blocks.3.qkv_w"]`.
 
