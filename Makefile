@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test lint test-cpu test-simulator test-compile gate test-gate gpu clean
+.PHONY: demo test lint test-cpu test-simulator test-compile gate test-gate fuzz gpu clean
 
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +39,9 @@ gate:  ## every kernel for AMD's gfx90a, gfx942 and gfx1100; makes an environmen
 
 test-gate: $(VENV)/.test  ## that the gate refuses broken kernels, and the calls of ROCm; after make gate
 	$(BIN)/python -m pytest tests/amd
+
+fuzz: $(VENV)/.test  ## damaged files, other ones each time, 5000 a test
+	NBTRAIN_TARGET=none NBTRAIN_FUZZ=5000 $(BIN)/python -m pytest -n 2 --timeout 0 tests/fuzz
 
 gpu:  ## on a machine with a GPU, in the environment that python3 is
 	$(PYTHON) -m pytest -m gpu

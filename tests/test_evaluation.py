@@ -2,8 +2,6 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nbtrain.config import GPTConfig
 from nbtrain.errors import InvalidType, InvalidValue
@@ -167,30 +165,3 @@ def test_a_bad_line_is_named(tmp_path, line, message):
 def test_an_empty_file_is_named(tmp_path):
     with pytest.raises(InvalidValue, match=r"q\.jsonl: expected a question on each line"):
         read_questions(_write(tmp_path, b"", b"  "))
-
-
-anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
-questions = st.fixed_dictionaries(
-    {"ctx": st.text(max_size=4) | anything, "endings": st.lists(st.text(max_size=4), max_size=4) | anything,
-     "label": st.integers(-1, 4) | anything}
-)  # fmt: skip
-lines = st.binary(max_size=40) | (anything | questions | st.just(GOOD)).map(lambda x: json.dumps(x).encode())
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.lists(lines, max_size=4))
-def test_any_file_is_read_or_named(tmp_path_factory, content):
-    path = tmp_path_factory.getbasetemp() / "any.jsonl"
-    path.write_bytes(b"\n".join(content))
-    try:
-        found = read_questions(path)
-    except InvalidValue as error:
-        assert str(error).startswith(f"{path}:")
-        return
-    for question in found:
-        row = json.loads(path.read_bytes().split(b"\n")[int(question.place.rpartition(":")[2]) - 1])
-        assert question[:2] == (row["ctx"], tuple(row["endings"])) and question.label == int(row["label"])

@@ -10,17 +10,15 @@ import warnings
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from nbtrain.checkpoint import INDEX, MODEL, OPTIMIZER, load
 from nbtrain.checkpoint_index import digest_of
 from nbtrain.errors import InvalidValue
+from tests.fuzz import examples
 from tests.test_checkpoint import CONFIG, DATA_STATE, _replace, _saved
 
-examples = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 names = st.sampled_from([MODEL, OPTIMIZER, INDEX])
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 values = st.recursive(
@@ -53,11 +51,6 @@ def _load_or_named(folder, *files):
         except InvalidValue as error:
             assert any(str(folder / name) in str(error) for name in files), str(error)
     return None
-
-
-def _same(a, b):
-    pairs = [(a.params.buffer, b.params.buffer), (a.opt_state.m.buffer, b.opt_state.m.buffer)]
-    return all(x.tobytes() == y.tobytes() for x, y in pairs) and a.data_state == b.data_state
 
 
 @examples
@@ -132,7 +125,10 @@ def test_a_signed_index_of_any_values_is_read_or_named(data, saved, folder):
     # The config may now belong to other tensors than those that are there.
     found = _load_or_named(folder, INDEX, MODEL, OPTIMIZER)
     if found is not None:
-        assert _same(found, load(saved, "cpu")) or found.data_state != DATA_STATE or found.opt_state is None
+        whole = load(saved, "cpu")
+        assert found.params.buffer.tobytes() == whole.params.buffer.tobytes()
+        if found.opt_state is not None:  # an index that names no optimizer file is one of weights alone
+            assert found.opt_state.m.buffer.tobytes() == whole.opt_state.m.buffer.tobytes()
         assert found.config == CONFIG or found.config.leaves() == CONFIG.leaves()
 
 

@@ -5,15 +5,15 @@ import tomllib
 from enum import StrEnum
 
 import tomli_w
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nbtrain.cli.config_file import _kind, read
 from nbtrain.cli.train import train
 from nbtrain.errors import InvalidValue
+from tests.fuzz import examples
 
 KINDS = {name: kind for name, kind in map(_kind, train.__annotations__.items()) if kind is not None}
-examples = settings(max_examples=150, deadline=None)
 
 leaves = st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8) | st.dates()
 values = st.recursive(

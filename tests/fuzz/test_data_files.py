@@ -4,15 +4,15 @@ import json
 import struct
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nbtrain.errors import InvalidValue
 from nbtrain.token_file import FORMATS, TokenFile, write_tokens
 from nbtrain.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, from_dict, load_tokenizer
+from tests.fuzz import examples
 
 ids = st.lists(st.integers(0, 70_000), min_size=1, max_size=40)
-examples = settings(max_examples=150, deadline=None)
 BPE = BPETokenizer.train(["a rose is a rose is a rose\n" * 3], 270)
 LIBRARY = json.loads(BPE.to_dict()["tokenizer"])
 
@@ -140,7 +140,7 @@ KINDS_OF_PARTS = (
 )
 
 
-@settings(examples, max_examples=300)
+@examples
 @given(content=library_files(), text=st.text(max_size=20))
 def test_any_library_file_is_loaded_and_keeps_text_or_is_named(content, text, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "tokenizer.json"

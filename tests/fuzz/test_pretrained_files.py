@@ -6,18 +6,18 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nbtrain.config import GPTConfig
 from nbtrain.errors import InvalidValue
 from nbtrain.huggingface import load_pretrained, save_pretrained
 from nbtrain.model import init_params
+from tests.fuzz import examples
 
 CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=4, vocab_size=11)
 WEIGHTS = init_params(CONFIG, seed=1)[0]
 SHARDS = ("a.safetensors", "b.safetensors")
-examples = settings(max_examples=200, deadline=None)
 
 
 @pytest.fixture(scope="module")
