@@ -32,7 +32,7 @@ test-simulator: $(VENV)/.test  ## the kernels themselves, run in Python
 	NUMBA_ENABLE_CUDASIM=1 $(BIN)/python -m pytest -n 2 tests/ops
 
 test-compile: $(VENV)/.test  ## every kernel for sm_80 and sm_90, through ptxas
-	$(BIN)/python -m pytest -n 2 -m compile tests/test_compile.py
+	$(BIN)/python -m pytest -n 2 -m compile tests/test_compile.py tests/test_ahead.py
 
 gate:  ## every kernel for AMD's gfx90a, gfx942 and gfx1100; makes an environment of its own
 	$(PYTHON) tests/amd/gate.py

@@ -17,11 +17,11 @@ from nbtrain.generate import generate as generate
 from nbtrain.generate import generate_stream as generate_stream
 from nbtrain.huggingface import load_pretrained as load_pretrained
 from nbtrain.huggingface import save_pretrained as save_pretrained
+from nbtrain.modes import capture as capture
+from nbtrain.modes import donate as donate
 from nbtrain.plan import plan as plan
 from nbtrain.train import Metrics as Metrics
 from nbtrain.train import OptState as OptState
-from nbtrain.train import capture as capture
-from nbtrain.train import donate as donate
 from nbtrain.train import init as init
 from nbtrain.train import make_eval_step as make_eval_step
 from nbtrain.train import make_train_step as make_train_step

@@ -34,7 +34,7 @@ from nbtrain.checkpoint_index import (
     versions_here,
 )
 from nbtrain.config import GPTConfig, TrainConfig, from_dict
-from nbtrain.device import FLOATS, blas
+from nbtrain.device import FLOATS, blas, dtype_name
 from nbtrain.device.machine import machine
 from nbtrain.device.place import resolve_device, to_device, use
 from nbtrain.errors import InvalidType, InvalidValue
@@ -108,11 +108,10 @@ def describe(params: Tree, opt_state: OptState | None, *, config, train_config, 
             )
     if tokenizer is not None:
         check_tokenizer(tokenizer, config)
-    dtype = next(name for name, dtype in FLOATS.items() if dtype == params.dtype)
     index = {
         "format": FORMAT,
         "version": VERSION,
-        "dtype": dtype,
+        "dtype": dtype_name(params.dtype),
         "config": dataclasses.asdict(config),
         "train_config": train_config and dataclasses.asdict(train_config),
         "tokenizer": tokenizer and tokenizer.to_dict(),

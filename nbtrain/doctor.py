@@ -50,7 +50,7 @@ def report() -> Iterator[str]:
 
 def _what_runs() -> Iterator[str]:
     """What the library chooses on this machine, with its reasons."""
-    from nbtrain.device import FLOATS, TARGET
+    from nbtrain.device import TARGET, dtype_name
     from nbtrain.device.blas import room
     from nbtrain.device.cpu import cache_folder, thread_count
     from nbtrain.device.machine import machine
@@ -76,8 +76,7 @@ def _what_runs() -> Iterator[str]:
     yield f"compiled code and measured products are kept in: {cache_folder()}"
     yield f"--device auto: {device} ({why})"
     storage, why = resolve_dtype("auto", device, capability)
-    name = next(name for name, dtype in FLOATS.items() if dtype == storage)
-    yield f"--dtype auto: {name} ({why})"
+    yield f"--dtype auto: {dtype_name(storage)} ({why})"
 
 
 def attention(capability: tuple[int, int] | None) -> str:

@@ -16,23 +16,23 @@ import numpy as np
 
 from nbtrain.batch import Batch
 from nbtrain.config import GPTConfig, TrainConfig
-from nbtrain.device import FLOATS
+from nbtrain.device import dtype_name
 from nbtrain.device.blas import WORKSPACE
 from nbtrain.device.outline import Card, planning
 from nbtrain.device.place import compute_capability, memory_of, resolve_device
 from nbtrain.errors import InvalidType, InvalidValue, Unavailable
 from nbtrain.model import GPT, LOGITS_BYTES
+from nbtrain.modes import capture, donate
 from nbtrain.precision import resolve_dtype
 from nbtrain.train import (
     OptState,
     TrainStep,
-    capture,
-    donate,
-    init_opt_state,
     make_eval_step,
     make_train_step,
+    outline_of_batch,
+    outlines,
 )
-from nbtrain.tree import Layout, Tree
+from nbtrain.tree import Tree
 
 # What a card's memory rises by beside arrays: the driver's context, CuPy's and cuBLAS's code, this library's
 # kernels and the graph, on an H200. On the CPU: interpreter and libraries, once twins are compiled.
@@ -192,8 +192,8 @@ class _Run:
         T = config.block_size if T is None else _count("T", T)
         if T > config.block_size:
             raise InvalidValue(f"T is at most block_size = {config.block_size}; got {T}.")
-        name = next(name for name, kind_ in FLOATS.items() if kind_ == storage)
-        return cls(config, T, _count("micro", micro), name, mode, kind, capability, evaluate)
+        micro = _count("micro", micro)
+        return cls(config, T, micro, dtype_name(storage), mode, kind, capability, evaluate)
 
     def _plan(self, B: int, remat: str) -> Plan:
         if self.micro * B * self.T > MOST_TOKENS:
@@ -208,29 +208,26 @@ class _Run:
 
     def _walk(self, B: int, remat: str) -> tuple[dict[str, int], int]:
         """(parts but for the context, bytes of them that are given back after the first step)."""
-        config, dtype, T, A = self.config, FLOATS[self.dtype], self.T, self.micro
+        config, shape = self.config, (self.micro, B, self.T)
         card = Card(self.capability, WORKSPACE if self.device == "cuda" else 0)
         with planning(card):
-            layout = Layout.of(config.leaves())
-            params = Tree(layout, card.empty(layout.size, dtype))
-            master = params if self.dtype == "fp32" else Tree(layout, card.empty(layout.size, np.float32))
-            state = init_opt_state(params, master)
+            params, state, batch = outlines(config, self.dtype, shape, card)
+            _next = outline_of_batch(shape, card)  # on its way while the other is in use
             step = make_train_step(config, TrainConfig(remat=remat))
             if self.device == "cpu":
                 _as_on_the_cpu(_model(step), params)
             run = {"pure": lambda step: step, "donate": donate, "capture": capture}[self.mode](step)
-            batches = [_batch(card, A, B, T) for _ in range(2)]  # one in use, one on its way
             for _ in range(2 if self.mode == "pure" else 1):  # what comes after repeats it
-                params, state, _ = run(params, state, batches[0])
-            parts, trained = parts_of(params, state, step, batches[0], self.mode), card.peak
+                params, state, _ = run(params, state, batch)
+            parts, trained = parts_of(params, state, step, batch, self.mode), card.peak
             parts["products' workspace"] = card.workspaces
             if self.device == "cpu":  # twins allocate by themselves, and NumPy has no pool
                 if self.evaluate:
-                    parts["evaluation"] = _evaluation_on_the_cpu(config, params, card, B, T)
+                    parts["evaluation"] = _evaluation_on_the_cpu(config, params, card, B, self.T)
                 return parts, 0
             parts["operators, and the pool's rest"] = trained - sum(parts.values())
             if self.evaluate:
-                make_eval_step(config)(params, _batch(card, 1, B, T))
+                make_eval_step(config)(params, outline_of_batch((1, B, self.T), card))
             parts["evaluation"] = card.peak - trained
         return parts, card.peak - card.bytes
 
@@ -283,7 +280,7 @@ def _as_on_the_cpu(model: GPT, params: Tree) -> None:
 def _evaluation_on_the_cpu(config, params, card, B: int, T: int) -> int:
     model = GPT(config, "full")
     _as_on_the_cpu(model, params)
-    model.eval_loss(params, Batch(*(x[0] for x in _batch(card, 1, B, T))))
+    model.eval_loss(params, Batch(*(x[0] for x in outline_of_batch((1, B, T), card))))
     return model._scratch.bytes
 
 
@@ -315,10 +312,6 @@ def memory_here(device: str) -> int | None:
 def _recomputed(remat: str, n_layer: int) -> int:
     every = TrainConfig(remat=remat).remat_every(n_layer)
     return (n_layer - 1) // every * every if every else 0
-
-
-def _batch(card, A: int, B: int, T: int) -> Batch:
-    return Batch(*(card.empty(shape, np.int32) for shape in ((A, B, T), (A, B, T), (A, B * T))))
 
 
 def _count(name: str, value) -> int:

@@ -25,7 +25,7 @@ from nbtrain.checkpoint import STEPS, Checkpoint, check_tokenizer
 from nbtrain.checkpoints import Checkpoints
 from nbtrain.config import GPTConfig, TrainConfig, from_dict
 from nbtrain.data import batches, eval_batches
-from nbtrain.device import FLOATS, blas
+from nbtrain.device import blas, dtype_name
 from nbtrain.device.place import compute_capability, resolve_device, to_device, use
 from nbtrain.device.sensors import Sensors, device_name
 from nbtrain.errors import InvalidValue, Unavailable
@@ -33,10 +33,11 @@ from nbtrain.files import write_atomically
 from nbtrain.interrupt import Interrupt
 from nbtrain.lock import only_writer
 from nbtrain.log import Log, Plot, Report, TensorBoard
+from nbtrain.modes import capture, donate
 from nbtrain.monitor import Monitor, check_warn_z
 from nbtrain.precision import resolve_dtype
 from nbtrain.speed import flop_per_token, peak_flop_per_s
-from nbtrain.train import OptState, capture, donate, init, make_eval_step, make_train_step
+from nbtrain.train import OptState, init, make_eval_step, make_train_step
 from nbtrain.tree import Tree
 
 MOST_SKIPPED = 100  # steps in a row without a finite gradient; from 2**16 a loss scale reaches 1 in 16
@@ -378,8 +379,3 @@ def describe(config: GPTConfig) -> str:
         f"model: {config.n_layer} layers, {config.n_head} heads, {config.n_embd} channels, "
         f"{config.block_size} positions, vocabulary {config.vocab_size:,}: {n_params:,} parameters"
     )
-
-
-def dtype_name(storage) -> str:
-    """The name that options use: fp32, fp16 or bf16."""
-    return next(name for name, dtype in FLOATS.items() if dtype == storage)

@@ -14,24 +14,20 @@
 10. metrics as device scalars; the caller reads them when it wants them
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from nbtrain.batch import IGNORE_INDEX, Batch, check_batch
+from nbtrain.batch import Batch, check_batch
 from nbtrain.config import GPTConfig, TrainConfig
-from nbtrain.device import array_module
-from nbtrain.device.graph import Graph
+from nbtrain.device import FLOATS, array_module, backend, dtype_name
+from nbtrain.device.ahead import compile_ahead
+from nbtrain.device.outline import Card, planning
 from nbtrain.device.philox import Rng
-from nbtrain.device.place import (
-    device_of,
-    say_once,
-    to_device,
-    to_host,
-    use,
-)
-from nbtrain.errors import InvalidType, InvalidValue, Unavailable
+from nbtrain.device.place import capability_of, device_of, to_device, to_host, use
+from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.model import GPT, init_params
 from nbtrain.ops.adamw import adamw
 from nbtrain.ops.batch_check import batch_check
@@ -179,17 +175,18 @@ class TrainStep:
         self,
         loss_and_grads: Callable,
         config: TrainConfig,
-        vocab_size: int | None,
-        layout: Layout | None = None,
+        model: GPTConfig | None = None,
     ):
-        self.loss_and_grads, self.config, self.vocab_size = loss_and_grads, config, vocab_size
+        self.loss_and_grads, self.config = loss_and_grads, config
+        self.model = model  # where loss_and_grads is a GPT's
+        self.vocab_size = model.vocab_size if model else None
         self.schedule = Schedule(
             config.schedule, config.lr, config.min_lr, config.warmup, config.total, config.decay
         )
         LossScaling.of(
             config.loss_scale, np.float16, config.growth_interval
         )  # wrong options fail here, not in a step
-        self.layout = layout  # of the params that loss_and_grads takes, where that is known
+        self.layout = Layout.of(model.leaves()) if model else None  # of the params that loss_and_grads takes
         self._memory: tuple | None = None  # what _grads, _sums and _decay were made for
         self._grads: Any = None  # a Tree, from the first step on
         self._sums: Tree | None = None  # fp32, over micro-batches
@@ -227,6 +224,7 @@ class TrainStep:
         A, B, _ = batch.tokens.shape
         memory = params.layout, params.dtype, device_of(params.buffer)
         if memory != self._memory:
+            self._compile_ahead(params, batch.tokens.shape)
             self._memory, self._grads, self._sums = memory, params.like(), None
             self._decay = to_device(params.layout.decay_flags(), device_of(params.buffer))
         grads, sums = self._grads, None
@@ -248,6 +246,20 @@ class TrainStep:
             if sums is not None:
                 cast_and_scale(grads.buffer, 1.0, out=sums.buffer, accumulate=a > 0)
         return (grads if sums is None else sums).buffer, losses, counts, scale
+
+    def _compile_ahead(self, params, shape) -> None:
+        """Has the kernels of a GPU's first step compiled in several processes: for a model that another
+        process can make."""
+        if self.model is None or device_of(params.buffer) in ("cpu", "plan"):
+            return
+        what = {"dtype": dtype_name(params.dtype), "shape": shape, "capability": capability_of(params.buffer)}
+        order = {
+            "config": dataclasses.asdict(self.model),
+            "train": dataclasses.asdict(self.config),
+            "architecture": backend.architecture(),
+        }
+        card = walk(self.model, self.config, **what)
+        compile_ahead(card, order["architecture"], "nbtrain.compile_worker", order | what)
 
     def _run(self, params, state, batch, out):
         cfg = self.config
@@ -271,7 +283,7 @@ class TrainStep:
 
     def _place(self, params, state, batch, device) -> Batch:
         """The batch on `device`, validated where the host holds it."""
-        _check_state(params, state)
+        check_state(params, state)
         _check_layout(params, self.layout)
         if not isinstance(batch, Batch):
             raise InvalidType(
@@ -290,7 +302,7 @@ class TrainStep:
         return Batch(*(to_device(x, device) for x in batch))
 
 
-def _check_state(params, state) -> None:
+def check_state(params, state) -> None:
     if not isinstance(params, Tree) or not isinstance(state, OptState):
         raise InvalidType(
             f"train_step expects (params: Tree, opt_state: OptState, batch); got {type(params).__name__}, "
@@ -329,9 +341,7 @@ def make_train_step(model: GPTConfig | Callable, config: TrainConfig | None = No
     if not isinstance(config, TrainConfig):
         raise InvalidType(f"make_train_step expects a TrainConfig; got {type(config).__name__}.")
     if isinstance(model, GPTConfig):
-        return TrainStep(
-            GPT(model, config.remat).loss_and_grads, config, model.vocab_size, Layout.of(model.leaves())
-        )
+        return TrainStep(GPT(model, config.remat).loss_and_grads, config, model)
     if not callable(model):
         raise InvalidType(
             f"make_train_step expects a GPTConfig or a function loss_and_grads; got {type(model).__name__}."
@@ -340,157 +350,28 @@ def make_train_step(model: GPTConfig | Callable, config: TrainConfig | None = No
         raise InvalidValue(
             f"remat={config.remat!r} belongs to a GPTConfig; your own loss_and_grads recomputes as it likes."
         )
-    return TrainStep(model, config, None)
+    return TrainStep(model, config)
 
 
-def _renew(params: Tree, state: OptState, renew: Callable) -> tuple[Tree, OptState]:
-    """The same memory in new trees, each made by `renew`; fp32 params stay their own master."""
-    own_master = state.master is params
-    params = renew(params)
-    master = params if own_master else renew(state.master)
-    return params, state._replace(master=master, m=renew(state.m), v=renew(state.v))
+def outlines(config: GPTConfig, dtype: str, shape, card: Card) -> tuple[Tree, OptState, Batch]:
+    """What a step with batches (A, B, T) = `shape` takes, without memory, on `card`."""
+    layout = Layout.of(config.leaves())
+    params = Tree(layout, card.empty(layout.size, FLOATS[dtype]))
+    master = params if dtype == "fp32" else Tree(layout, card.empty(layout.size, np.float32))
+    return params, init_opt_state(params, master), outline_of_batch(shape, card)
 
 
-def donate(step: TrainStep) -> Callable:
-    """`step` with the same signature and the same bits, but params and opt_state are consumed: the results
-    live in their memory, and using a consumed tree again raises InvalidValue (as JAX's donate_argnums)."""
-    if not isinstance(step, TrainStep):
-        raise InvalidType(f"donate expects what make_train_step returns; got {type(step).__name__}.")
-
-    def donated(params: Tree, opt_state: OptState, batch: Batch) -> tuple[Tree, OptState, Metrics]:
-        _check_state(params, opt_state)
-        device = device_of(params.buffer)
-        batch = step._place(params, opt_state, batch, device)
-        with use(device):
-            out = params, opt_state.master, opt_state.m, opt_state.v
-            params, opt_state, metrics = step._run(params, opt_state, batch, out)
-        # Only the step's last launch writes them: until here, whatever went wrong has lost nothing.
-        return *_renew(params, opt_state, Tree.consume), metrics
-
-    return donated
+def outline_of_batch(shape, card: Card) -> Batch:
+    A, B, T = shape
+    return Batch(*(card.empty(shape, np.int32) for shape in ((A, B, T), (A, B, T), (A, B * T))))
 
 
-class CapturedStep:
-    """`donate(step)` replayed from one graph a batch shape; `capture` makes it."""
-
-    SHAPES_BEFORE_A_WORD = 4
-
-    def __init__(self, step: TrainStep):
-        self._step = step
-        self._state: Any = None  # (params, opt_state), the memory that every graph reads and writes
-        self._graphs: dict[tuple, tuple[Graph, Batch]] = {}
-
-    def __call__(self, params: Tree, opt_state: OptState, batch: Batch) -> tuple[Tree, OptState, Metrics]:
-        _check_state(params, opt_state)
-        device = device_of(params.buffer)
-        if device == "cpu":
-            raise Unavailable(
-                "capture needs a GPU; params are on the CPU. Use donate(step), which gives the same bits."
-            )
-        batch = self._step._place(params, opt_state, batch, device)
-        with use(device):
-            own = self._state
-            if own is None:  # the graphs' memory is the first trees'; their holder keeps the scalars
-                own = params, _with_scalars(opt_state, [x.copy() for x in _scalars(opt_state)])
-            else:
-                _check_alike(own, (params, opt_state))
-            graph, buffers = self._graph(own[0], own[1], batch)  # a failure here has consumed nothing
-            self._state = own
-            self._take(params, opt_state)
-            for target, source in zip(buffers, batch, strict=True):
-                target[...] = source
-            graph.launch()
-            values, counts = (x.copy() for x in graph.result)
-            self._state = _renew(own[0], own[1], Tree.consume)
-            params, state = self._state
-            state = _with_scalars(state, [x.copy() for x in _scalars(state)])
-        return params, state, Metrics(values, counts, batch)
-
-    def _take(self, params, state):
-        """Copies what is given into the graphs' own memory; trees that came from elsewhere are consumed."""
-        own_params, own_state = self._state
-        for own, given in zip(_trees(own_params, own_state), _trees(params, state), strict=True):
-            if own is not given:
-                own.buffer[...] = given.buffer
-        for own, given in zip(_scalars(own_state), _scalars(state), strict=True):
-            own[...] = given
-        kept = [id(tree) for tree in _trees(own_params, own_state)]
-        for given in {id(tree): tree for tree in _trees(params, state)}.values():
-            if id(given) not in kept:
-                given.consume()
-
-    def _graph(self, params, state, batch):
-        shape = batch.tokens.shape
-        if shape not in self._graphs:
-            if len(self._graphs) == self.SHAPES_BEFORE_A_WORD:
-                say_once(
-                    f"capture: more than {self.SHAPES_BEFORE_A_WORD} batch shapes, "
-                    "each with a graph and memory of its own"
-                )
-            buffers = Batch(*(x.copy() for x in batch))
-            params, state = _renew(params, state, Tree.alias)  # those that are given will be consumed
-            out = params, state.master, state.m, state.v
-
-            def warm_up():
-                """A step without a target, which updates nothing. Before it gradients with targets alone:
-                products are measured on numbers, since zeros take less power."""
-                self._step._gradients(params, state, buffers)
-                targets = buffers.targets.copy()
-                targets.fill(IGNORE_INDEX)
-                self._step._run(params, state, buffers._replace(targets=targets), out)
-
-            def work():
-                _, new, metrics = self._step._run(params, state, buffers, out)
-                for target, source in zip(
-                    _scalars(state)[:4], _scalars(new)[:4], strict=True
-                ):  # all but the seed and the limits, which no step changes
-                    target[...] = source
-                return metrics._values, metrics._counts
-
-            self._graphs[shape] = Graph(warm_up, work), buffers
-        return self._graphs[shape]
-
-
-def _scalars(state: OptState) -> tuple:
-    limits = state.limits
-    if limits is None:  # a graph has room for them from the first
-        limits = array_module(state.step).full(2, np.inf, np.float32)
-    return state.step, state.updates, *state.loss_scale, state.seed, limits
-
-
-def _with_scalars(state: OptState, scalars) -> OptState:
-    step, updates, value, good_steps, seed, limits = scalars
-    scale = LossScale(value, good_steps)
-    return state._replace(step=step, updates=updates, loss_scale=scale, seed=seed, limits=limits)
-
-
-def _trees(params: Tree, state: OptState) -> tuple[Tree, ...]:
-    return params, state.master, state.m, state.v
-
-
-def _check_alike(own, given) -> None:
-    for a, b in zip(_trees(*own), _trees(*given), strict=True):
-        if a.layout != b.layout or a.dtype != b.dtype:
-            raise InvalidValue(
-                f"this captured step holds {a}, and got {b}. Capture another step for another model or dtype."
-            )
-
-
-def capture(step: TrainStep) -> CapturedStep:
-    """`donate(step)`, run from one graph: no launch gaps, no work on the host between the batch and the
-    metrics.
-
-    The first call with a batch shape compiles, measures the products, and captures; it consumes no step.
-    Trees that did not come from this function's last call are copied into the graph's memory. GPU only.
-    """
-    if not isinstance(step, TrainStep):
-        raise InvalidType(f"capture expects what make_train_step returns; got {type(step).__name__}.")
-    if step.has_run:
-        raise InvalidValue(
-            "capture takes a step that has not run: a graph must own the working memory it writes. "
-            "Make another with make_train_step."
-        )
-    return CapturedStep(step)
+def walk(config: GPTConfig, train: TrainConfig, dtype: str, shape, capability) -> Card:
+    """A card on which such a step was walked through: it knows the kernels."""
+    with planning(Card(capability and tuple(capability))) as card:
+        card.launches = {}
+        make_train_step(config, train)(*outlines(config, dtype, shape, card))
+    return card
 
 
 def make_eval_step(config: GPTConfig) -> Callable:

@@ -17,10 +17,11 @@ import numpy as np
 from nbtrain import ops
 from nbtrain.batch import Batch
 from nbtrain.config import GPTConfig, TrainConfig
-from nbtrain.device import FLOATS, TARGET
+from nbtrain.device import FLOATS, TARGET, dtype_name
 from nbtrain.device.place import resolve_device, synchronize, to_device, to_host, use
 from nbtrain.errors import InvalidValue, NbtrainError
-from nbtrain.train import donate, init, make_train_step
+from nbtrain.modes import donate
+from nbtrain.train import init, make_train_step
 
 SECONDS = 300  # for one check
 # Both sides round their result once. In fp32 they differ by the order of sums and by fast functions of 2e-7.
@@ -101,8 +102,7 @@ def training(a: Inputs):
     1e-2 noise of one fp16 rounding a gradient moves them by 3 eps, at 1e-3 by 0.01."""
     config = GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=32, vocab_size=97)
     step = donate(make_train_step(config, TrainConfig(lr=1e-3)))
-    dtype = next(name for name, kind in FLOATS.items() if kind == a.dtype)
-    params, state = init(config, seed=0, dtype=dtype, device=a.device)
+    params, state = init(config, seed=0, dtype=dtype_name(a.dtype), device=a.device)
     batch = Batch.of(a.integers(97, 4, 32), a.integers(97, 4, 32))
     losses = []
     for _ in range(10):

@@ -23,6 +23,7 @@ import numpy as np
 from nbtrain.device import FLOATS
 from nbtrain.device.nvidia import flash
 from nbtrain.device.nvidia.flash import Config
+from nbtrain.device.place import compute_capability
 from profiling.timing import RESULTS, machine, write_results
 
 T, HEADS = 1024, {64: 12, 80: 10, 96: 8, 128: 6}
@@ -57,7 +58,7 @@ class Case:
         import torch
 
         self.B, self.T, self.H, self.D = B, t, HEADS[D], D
-        self.sm_scale, self.arch = 1 / math.sqrt(D), flash.current_instruction_set()
+        self.sm_scale, self.arch = 1 / math.sqrt(D), flash.instruction_set(compute_capability("cuda:0"))
         float16 = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
         generator = torch.Generator(device="cuda").manual_seed(t + D)
         C = self.H * D
@@ -179,7 +180,7 @@ def compile_one(job) -> None:
     part, D, dtype, t, config = job
     qkv, dqkv, out = (cupy.zeros((1, t, n * D), np.int16).view(FLOATS[dtype]) for n in (3, 3, 1))
     lse, stats = cupy.zeros((1, 1, t), np.float32), cupy.zeros(flash.stats_shape(1, t, 1), np.float32)
-    arch = flash.current_instruction_set()
+    arch = flash.instruction_set(compute_capability("cuda:0"))
     if part in (None, "forward"):
         flash.flash_forward(qkv, 1, 0.125, out, lse, config=config)
     if part is None:
@@ -299,7 +300,7 @@ def main() -> None:
     args = parser.parse_args()
     dtypes = args.dtype or (["bf16"] if args.variants else ["bf16", "fp16"])
     if args.variants:
-        arch = flash.current_instruction_set()
+        arch = flash.instruction_set(compute_capability("cuda:0"))
         kinds = [(part, D, dtype) for D in args.head_dim for part in args.part for dtype in dtypes]
         jobs = [(*kind, T, config) for kind in kinds for config in variants(*kind[:2], arch)]
         jobs += [(None, D, dtype, T, None) for D in args.head_dim for dtype in dtypes]

@@ -79,7 +79,7 @@ def run_nbtrain(args) -> dict:
     import cupy
 
     import nbtrain as nb
-    from nbtrain.train import capture
+    from nbtrain.modes import capture
 
     cfg = nb.GPTConfig.preset(args.preset)
     scale = float(args.loss_scale) if args.loss_scale.replace(".", "").isdigit() else args.loss_scale

@@ -34,8 +34,9 @@ def run(preset, B, remat, mode, dtype, micro=1, evaluate=True, **changes) -> dic
     from nbtrain.batch import Batch
     from nbtrain.config import GPTConfig, TrainConfig
     from nbtrain.device import FLOATS
+    from nbtrain.modes import capture, donate
     from nbtrain.plan import parts_of
-    from nbtrain.train import capture, donate, init_opt_state, make_eval_step, make_train_step
+    from nbtrain.train import init_opt_state, make_eval_step, make_train_step
     from nbtrain.tree import Layout, Tree
 
     config = GPTConfig.preset(preset, **changes)

@@ -397,7 +397,8 @@ def test_a_snapshot_under_captured_steps_is_the_state_at_the_call(dtype, tmp_pat
     """Steps are launched behind the copy at once; what is saved equals a save that waited."""
     from nbtrain.config import GPTConfig, TrainConfig
     from nbtrain.device.place import synchronize, use
-    from nbtrain.train import capture, init, make_train_step
+    from nbtrain.modes import capture
+    from nbtrain.train import init, make_train_step
     from tests.test_resume import batches_of
 
     device = pytestconfig.getoption("--device")

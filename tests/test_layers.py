@@ -17,6 +17,7 @@ LAYERS = [
     {"prepare"},
     {"text", "precision", "optim", "data", "decode", "model", "monitor", "speed"},
     {"train"},
+    {"modes", "compile_worker"},
     {"checkpoint", "evaluation", "generate", "log", "plan"},
     {"checkpoints", "huggingface"},
     {"run", "doctor", "verify"},

@@ -25,7 +25,9 @@ def _holder(folder):
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     process = subprocess.Popen([sys.executable, "-c", script, folder], **pipes)
     if process.stdout.readline() != "held\n":
-        pytest.fail(process.communicate()[0])
+        said = process.stdout.read()  # communicate() would miss what readline() has read ahead
+        process.communicate()
+        pytest.fail(said)
     return process
 
 

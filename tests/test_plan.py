@@ -14,8 +14,9 @@ from nbtrain.batch import Batch
 from nbtrain.config import GPTConfig, TrainConfig
 from nbtrain.device import FLOATS, recording
 from nbtrain.errors import InvalidType, InvalidValue, Unavailable
+from nbtrain.modes import donate
 from nbtrain.plan import CONTEXT_BYTES, fastest, fits, parse_bytes, parts_of, plan, policies
-from nbtrain.train import donate, init, make_eval_step, make_train_step
+from nbtrain.train import init, make_eval_step, make_train_step
 
 SMALL = dict(n_layer=5, n_head=2, n_embd=24, block_size=32, vocab_size=300)
 COUNTED = (

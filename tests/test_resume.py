@@ -18,7 +18,8 @@ from nbtrain.config import GPTConfig, TrainConfig
 from nbtrain.data import batches, write_tokens
 from nbtrain.device import FLOATS
 from nbtrain.device.place import to_device, to_host, use
-from nbtrain.train import capture, donate, init, make_train_step
+from nbtrain.modes import capture, donate
+from nbtrain.train import init, make_train_step
 
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=20, dropout=0.1)
 # The scale doubles after every third good step, so that it and its counter are on their way at step 10.

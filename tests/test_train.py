@@ -1,12 +1,16 @@
+import contextlib
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 from nbtrain.batch import Batch
 from nbtrain.config import GPTConfig, TrainConfig
+from nbtrain.device.outline import Outline
 from nbtrain.device.place import to_device, to_host
 from nbtrain.errors import InvalidType, InvalidValue
-from nbtrain.train import donate, init, init_opt_state, make_eval_step, make_train_step
+from nbtrain.modes import donate
+from nbtrain.train import init, init_opt_state, make_eval_step, make_train_step
 from nbtrain.tree import Layout, Tree
 from tests.golden import load_golden
 from tests.reference import f64
@@ -288,6 +292,34 @@ def test_params_of_another_model_are_refused():
             use()
 
 
+def test_the_first_step_on_a_gpu_has_its_kernels_compiled_ahead(monkeypatch):
+    from types import SimpleNamespace
+
+    from nbtrain import train
+
+    orders = []
+    monkeypatch.setattr(train, "device_of", lambda x: "plan" if isinstance(x, Outline) else "cuda:0")
+    monkeypatch.setattr(train, "use", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(
+        train, "to_device", lambda x, device: to_device(x, "plan" if device == "plan" else "cpu")
+    )
+    monkeypatch.setattr(train, "capability_of", lambda x: (9, 0))
+    monkeypatch.setattr(train, "backend", SimpleNamespace(architecture=lambda: "sm_90a"))
+    monkeypatch.setattr(train, "compile_ahead", lambda card, *order: orders.append((card, *order)))
+    params, state = init(TINY, 0, "bf16", "cpu")
+    step = make_train_step(TINY, TrainConfig(remat="full"))
+    batch = batch_of(TINY)
+    step(params, state, batch)
+    step(params, state, batch)
+    ((card, architecture, _, order),) = orders
+    assert architecture == order["architecture"] == "sm_90a" and card.capability == (9, 0)
+    assert order["shape"] == batch.tokens.shape and order["dtype"] == "bf16"
+    assert order["train"]["remat"] == "full" and len(card.launches) > 0
+    own = make_train_step(lambda *args, out, **options: out.buffer.fill(0) or np.zeros(1, np.float32))
+    own(params, state, batch)  # another process could not make this one
+    assert len(orders) == 1
+
+
 class FakeGraph:
     """What a graph does, by running the work again: results stay in the memory of the first run."""
 
@@ -306,15 +338,13 @@ class FakeGraph:
 @pytest.fixture
 def captured(monkeypatch):
     """`capture` on the CPU: the bookkeeping around the graph is what is tested."""
-    import contextlib
+    from nbtrain import modes, train
 
-    from nbtrain import train
-
-    monkeypatch.setattr(train, "Graph", FakeGraph)
-    monkeypatch.setattr(train, "device_of", lambda x: "cuda:0")
+    monkeypatch.setattr(modes, "Graph", FakeGraph)
+    monkeypatch.setattr(modes, "device_of", lambda x: "cuda:0")
     monkeypatch.setattr(train, "to_device", lambda x, device: x)
-    monkeypatch.setattr(train, "use", lambda device: contextlib.nullcontext())
-    return train.capture
+    monkeypatch.setattr(modes, "use", lambda device: contextlib.nullcontext())
+    return modes.capture
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -371,7 +401,7 @@ def test_a_captured_step_takes_its_own_params_with_a_new_optimizer_state(capture
 
 
 def test_a_capture_that_fails_loses_nothing(captured, monkeypatch):
-    from nbtrain import train
+    from nbtrain import modes
 
     class Broken:
         def __init__(self, warm_up, work):
@@ -379,7 +409,7 @@ def test_a_capture_that_fails_loses_nothing(captured, monkeypatch):
 
     params, state = init(TINY, 0, "fp32", "cpu")
     step = captured(make_train_step(TINY))
-    monkeypatch.setattr(train, "Graph", Broken)
+    monkeypatch.setattr(modes, "Graph", Broken)
     with pytest.raises(MemoryError):
         step(params, state, batch_of(TINY))
     assert np.isfinite(params.buffer).all() and int(state.step[0]) == 0

@@ -102,10 +102,11 @@ def _new(o):
         raise typer.BadParameter("--tokenizer bpe needs --vocab-size: how many ids to learn, as 4096.")
     from nbtrain.checkpoint import check_tokenizer
     from nbtrain.config import GPTConfig, TrainConfig
+    from nbtrain.device import dtype_name
     from nbtrain.device.place import compute_capability, resolve_device
     from nbtrain.lock import only_writer
     from nbtrain.precision import resolve_dtype
-    from nbtrain.run import RunConfig, check_available, dtype_name, micro_batches
+    from nbtrain.run import RunConfig, check_available, micro_batches
     from nbtrain.run import train as run_train
     from nbtrain.train import make_train_step
 

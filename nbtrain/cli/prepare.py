@@ -1,7 +1,6 @@
 """nbtrain prepare"""
 
 import contextlib
-import os
 import sys
 import time
 from enum import StrEnum
@@ -72,6 +71,7 @@ def prepare(
         raise typer.BadParameter("--tokenizer-from goes without --tokenizer and --vocab-size.")
     if (vocab_size is not None) != (tokenizer is TokenizerKind.bpe):
         raise typer.BadParameter("--tokenizer bpe and --vocab-size go together.")
+    from nbtrain.device.machine import cores
     from nbtrain.documents import Input
     from nbtrain.prepare import PROGRESS
     from nbtrain.prepare import prepare as run
@@ -90,7 +90,7 @@ def prepare(
             shard_tokens=shard_tokens,
             field=field,
             format=format.value,
-            workers=workers or _cores(),
+            workers=workers or cores(),
             overwrite=overwrite,
             report=report,
         )
@@ -112,11 +112,6 @@ def make_tokenizer(kind: TokenizerKind, text: str, vocab_size: int | None = None
             )
         return BPETokenizer.train([text], vocab_size)
     return CharTokenizer.from_text(text) if kind is TokenizerKind.char else ByteTokenizer()
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from nbtrain.device.arrays import (
     as_array,
     as_arrays,
     bfloat16,
+    dtype_name,
     expect,
     expect_ids,
     is_cupy,
@@ -37,8 +38,8 @@ from nbtrain.device.vector import (
 
 __all__ = [
     # arrays
-    "FLOATS", "aligned", "array_module", "as_array", "as_arrays", "bfloat16", "expect", "expect_ids",
-    "is_cupy", "same_memory",
+    "FLOATS", "aligned", "array_module", "as_array", "as_arrays", "bfloat16", "dtype_name", "expect",
+    "expect_ids", "is_cupy", "same_memory",
     # types
     "float32", "int32", "int64", "uint32", "uint64",
     # the GPU target, and how its kernels are written and launched

@@ -23,6 +23,11 @@ _KINDS = {
 }
 
 
+def dtype_name(storage) -> str:
+    """The name that options use: fp32, fp16 or bf16."""
+    return next(name for name, dtype in FLOATS.items() if dtype == storage)
+
+
 def cupy_or_none():
     """CuPy if something has imported it (an array of its kind cannot exist otherwise), else None."""
     return sys.modules.get("cupy")
@@ -39,6 +44,12 @@ def array_module(x):
     if isinstance(x, Outline):
         return x.card
     return cupy_or_none() if is_cupy(x) else np
+
+
+def signature_of(args) -> tuple:
+    """What a kernel is compiled for: the dtype of each array (CuPy's or an outline) and the type of each
+    number."""
+    return tuple(x.dtype if hasattr(x, "data") and hasattr(x.data, "ptr") else type(x) for x in args)
 
 
 def as_array(x):

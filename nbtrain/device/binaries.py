@@ -63,10 +63,15 @@ def _describe(value, depth: int = 0) -> str:
     return f"{name}{inside}{options}{special}{cells}"
 
 
+def path_of(compiled, types, architecture: str) -> Path:
+    """The file that the machine code of a kernel for these argument types is kept in."""
+    key = hashlib.sha256(repr((_describe(compiled), types, architecture, _sources())).encode()).hexdigest()
+    return cache_folder() / "gpu" / f"{key}.bin"
+
+
 def cached_binary(compiled, types, architecture: str, compile_) -> tuple[str, bytes]:
     """(entry point, machine code) of a kernel for these argument types, from disk or from `compile_()`."""
-    key = hashlib.sha256(repr((_describe(compiled), types, architecture, _sources())).encode()).hexdigest()
-    path = cache_folder() / "gpu" / f"{key}.bin"
+    path = path_of(compiled, types, architecture)
     try:
         content = path.read_bytes()
         if hashlib.sha256(content[32:]).digest() == content[:32]:

@@ -7,7 +7,7 @@ import numpy as np
 from nbtrain.device.arrays import aligned, bfloat16, is_cupy
 from nbtrain.device.backend import TARGET
 from nbtrain.device.outline import Outline
-from nbtrain.device.place import say_once
+from nbtrain.device.place import capability_of, say_once
 from nbtrain.device.reduce import sum_rows
 from nbtrain.errors import InvalidValue, Unavailable
 
@@ -28,7 +28,7 @@ def fused_attention(qkv, H: int, sm_scale, dropout: float = 0.0):
     if asked not in ("auto", "fused", "portable"):
         raise InvalidValue(f"NBTRAIN_ATTENTION is fused, portable or auto; got {asked!r}.")
     reason = "asked for" if asked == "portable" else _why_not(qkv, H, sm_scale, dropout)
-    if isinstance(qkv, Outline):
+    if isinstance(qkv, Outline) and (reason or TARGET != "nvidia"):
         return None if reason else _Planned
     if reason and asked == "fused":
         raise Unavailable(
@@ -39,7 +39,8 @@ def fused_attention(qkv, H: int, sm_scale, dropout: float = 0.0):
         return None
     from nbtrain.device.nvidia import flash
 
-    say_once("fused attention kernels: they suit this device, dtype and head dimension")
+    if not isinstance(qkv, Outline):
+        say_once("fused attention kernels: they suit this device, dtype and head dimension")
     return flash
 
 
@@ -77,7 +78,7 @@ def sums_shape(B: int, T: int, C: int) -> tuple[int, int]:
 
 
 class _Planned:
-    """The fused kernels as a planned step sees them: what they allocate."""
+    """The fused kernels where they cannot be written down, for want of numba-cuda: what they allocate."""
 
     @staticmethod
     def flash_forward(qkv, H, sm_scale, out, lse) -> None:
@@ -97,14 +98,4 @@ def _why_not(qkv, H, sm_scale, dropout) -> str | None:
         return f"fused kernels take a positive sm_scale, not {sm_scale}"
     if not aligned(8, qkv):
         return "fused kernels read 16 bytes at a time, and qkv does not begin at a multiple of 16"
-    return supported(qkv.dtype, qkv.shape[-1] // 3 // H, dropout, _capability(qkv))
-
-
-def _capability(qkv) -> tuple[int, int] | None:
-    if isinstance(qkv, Outline):
-        return qkv.card.capability
-    if TARGET != "nvidia":
-        return None
-    from nbtrain.device.nvidia import flash
-
-    return flash.device_capability(qkv.device.id)
+    return supported(qkv.dtype, qkv.shape[-1] // 3 // H, dropout, capability_of(qkv))

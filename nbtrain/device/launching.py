@@ -4,7 +4,7 @@ import contextlib
 
 import numpy as np
 
-from nbtrain.device.arrays import bfloat16, is_cupy
+from nbtrain.device.arrays import bfloat16, is_cupy, signature_of
 from nbtrain.device.backend import SIMULATED, backend
 from nbtrain.device.outline import Outline
 
@@ -25,9 +25,11 @@ def launch(compiled, grid, block, *args) -> None:
 
     Arrays must be C-contiguous and reach the kernel as one dimension; fp16 as int16 and bf16 as uint16 bits,
     the one form that numba-cuda, numba-hip and the simulator all take. Host numbers: NumPy scalars for fp32
-    and int32; a Python int is int64. Nothing happens where the first argument is an outline.
+    and int32; a Python int is int64. Where the first argument is an outline, its card may note the launch.
     """
     if isinstance(args[0], Outline):
+        if args[0].card.launches is not None:
+            args[0].card.launches[compiled, signature_of(args)] = None
         return
     if _records is not None:
         _records.append((compiled, tuple(map(_stored, args)), grid, block))

@@ -1,9 +1,17 @@
-"""What of a machine decides a result's bits, beside the libraries' versions and the plan of the products."""
+"""How many cores this machine has, and what of it decides a result's bits, beside the libraries' versions and
+the plan of the products."""
+
+import os
 
 import llvmlite.binding
 from numba import config
 
 from nbtrain.device.cpu import blas_architectures
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def machine(device: str) -> dict[str, str]:

@@ -130,6 +130,8 @@ class Card:
         self.peak = 0
         self._next = GRAIN
         self._workspaces: dict[Pool, Outline] = {}
+        # (kernel, `signature_of` its arguments) in the order of first launches, for whoever puts a dict here.
+        self.launches: dict[tuple, None] | None = None
         self._measured: set[tuple] = set()
         self.pool = Pool(self)
 

@@ -14,7 +14,7 @@ import threading
 import numpy as np
 from numba import types
 
-from nbtrain.device.arrays import bfloat16
+from nbtrain.device.arrays import bfloat16, signature_of
 from nbtrain.device.binaries import cached_binary
 from nbtrain.device.cpu import cache_folder
 from nbtrain.device.place import say_once
@@ -84,24 +84,29 @@ def _driver():
     return driver.launchKernel, stream.get_current_stream
 
 
+def numba_types(signature: tuple) -> tuple:
+    """Numba's types of what `signature_of` describes."""
+    return tuple(_ARRAYS.get(entry) or _SCALARS[entry][0] for entry in signature)
+
+
 def make_launch(compile_binary, architecture):
     """`launch(compiled, grid, block, args)` for a backend.
 
-    `compile_binary(compiled, numba types)` returns (entry point, machine code); `architecture()` names the
-    current device's.
+    `compile_binary(compiled, numba types, architecture)` returns (entry point, machine code);
+    `architecture()` names the current device's.
     """
     prepared: dict = {}
 
     def prepare(compiled, signature):
         from cupy.cuda import function
 
-        numba_types = tuple(_ARRAYS.get(entry) or _SCALARS[entry][0] for entry in signature)
+        types, arch = numba_types(signature), architecture()
 
         def compile_():
             say_once(f"compiling kernels, once for this machine; they are kept in {cache_folder()}")
-            return compile_binary(compiled, numba_types)
+            return compile_binary(compiled, types, arch)
 
-        entry, binary = cached_binary(compiled, numba_types, architecture(), compile_)
+        entry, binary = cached_binary(compiled, types, arch, compile_)
         module = function.Module()
         module.load(binary)
         return _Prepared(module.get_function(entry), signature, getattr(compiled, "shared_bytes", 0))
@@ -109,7 +114,7 @@ def make_launch(compile_binary, architecture):
     def launch(compiled, grid, block, args):
         from cupy.cuda import runtime
 
-        signature = tuple(x.dtype if hasattr(x, "data") and hasattr(x.data, "ptr") else type(x) for x in args)
+        signature = signature_of(args)
         key = compiled, signature, runtime.getDevice()
         launch_kernel, current_stream = _driver()
         grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]

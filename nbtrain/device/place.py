@@ -1,6 +1,7 @@
 """Where arrays live: choosing a device, moving arrays there and back."""
 
 import contextlib
+import functools
 import os
 import sys
 
@@ -116,6 +117,7 @@ def to_host(x) -> np.ndarray:
     return x.get() if is_cupy(x) else np.asarray(x)
 
 
+@functools.cache
 def compute_capability(device: str) -> tuple[int, int] | None:
     """(9, 0) on a Hopper GPU; None on the CPU and on AMD."""
     if not device.startswith("cuda"):
@@ -124,6 +126,11 @@ def compute_capability(device: str) -> tuple[int, int] | None:
 
     text = cupy.cuda.Device(int(device.partition(":")[2])).compute_capability
     return int(text[:-1]), int(text[-1])
+
+
+def capability_of(x) -> tuple[int, int] | None:
+    """The compute capability of the NVIDIA GPU that an array or an outline is on; None elsewhere."""
+    return x.card.capability if isinstance(x, Outline) else compute_capability(device_of(x))
 
 
 def memory_of(device: str) -> int:

@@ -74,6 +74,6 @@ for again in range(2):
         stubs.calls()
         layernorm_forward(x, weight, bias, out=out)
         seen["launches"].append({"calls": stubs.calls(), "compiled": len(compiled)})
-    hip.launch = hip.make_launch(hip._compile_binary, hip._compiled_for)  # forgets what is loaded
+    hip.launch = hip.make_launch(hip.compile_binary, hip.architecture)  # forgets what is loaded
 seen["arguments"] = [[y.data.ptr, y.size, y.itemsize] for y in (x, x, weight, bias, x, *out[:3])]
 print(json.dumps(seen))

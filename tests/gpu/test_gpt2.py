@@ -9,9 +9,10 @@ from nbtrain.batch import Batch
 from nbtrain.config import GPTConfig, TrainConfig
 from nbtrain.device.place import synchronize, to_device, to_host
 from nbtrain.errors import Unavailable
+from nbtrain.modes import capture, donate
 from nbtrain.text import shakespeare_text
 from nbtrain.tokenizer import ByteTokenizer
-from nbtrain.train import capture, donate, init, make_train_step
+from nbtrain.train import init, make_train_step
 
 B, T = 8, 1024
 STEPS = {"fp32": 20, "fp16": 50, "bf16": 50}

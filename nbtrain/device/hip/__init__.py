@@ -29,8 +29,9 @@ from nbtrain.device.hip.vector import (  # noqa: E402
 from nbtrain.device.packed import make_launch  # noqa: E402
 
 __all__ = [
-    "block_reduce", "block_sums", "compile_for", "cuda", "device_function", "exp2", "kernel", "launch",
-    "load", "load8", "log2", "rcp", "read8", "round8", "rsqrt", "store", "store8", "unpack8",
+    "architecture", "block_reduce", "block_sums", "compile_binary", "compile_for", "cuda", "device_function",
+    "exp2", "kernel", "launch", "load", "load8", "log2", "rcp", "read8", "round8", "rsqrt", "store", "store8",
+    "unpack8",
 ]  # fmt: skip
 
 cuda = numba.hip
@@ -44,21 +45,16 @@ def _name_of(device: int) -> str:
 
 
 def architecture() -> str:
-    """The current device's: gfx942 and the like. Its features (sramecc+, xnack-) are left to the driver."""
+    """The current device's and who compiles for it: gfx942 by ROCm 70051831. The device's features (sramecc+,
+    xnack-) are left to the driver."""
     from cupy.cuda import runtime
 
-    return _name_of(runtime.getDevice())
+    return f"{_name_of(runtime.getDevice())} by ROCm {runtime.runtimeGetVersion()}"
 
 
-def _compile_binary(compiled, signature) -> tuple[str, bytes]:
-    """(entry point, code object) for the current device."""
-    return entry_name(compiled), compile_for(compiled, signature, architecture())
+def compile_binary(compiled, signature, architecture: str) -> tuple[str, bytes]:
+    """(entry point, code object) for an architecture."""
+    return entry_name(compiled), compile_for(compiled, signature, architecture.partition(" ")[0])
 
 
-def _compiled_for() -> str:
-    from cupy.cuda import runtime
-
-    return f"{architecture()} by ROCm {runtime.runtimeGetVersion()}"
-
-
-launch = make_launch(_compile_binary, _compiled_for)
+launch = make_launch(compile_binary, architecture)

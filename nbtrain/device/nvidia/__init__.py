@@ -23,8 +23,9 @@ from nbtrain.device.nvidia.vector import (
 from nbtrain.device.packed import make_launch
 
 __all__ = [
-    "block_reduce", "block_sums", "compile_for", "cuda", "device_function", "exp2", "kernel", "launch",
-    "load", "load8", "log2", "rcp", "read8", "round8", "rsqrt", "store", "store8", "unpack8",
+    "architecture", "block_reduce", "block_sums", "compile_binary", "compile_for", "cuda", "device_function",
+    "exp2", "kernel", "launch", "load", "load8", "log2", "rcp", "read8", "round8", "rsqrt", "store", "store8",
+    "unpack8",
 ]  # fmt: skip
 
 device_function = cuda.jit(device=True, fastmath=True)
@@ -74,28 +75,24 @@ def compile_for(compiled, signature, cc: tuple[int, int]) -> str:
     return text
 
 
-def _capability() -> tuple[int, int]:
+def architecture() -> str:
+    """The current device's, with the letter that unlocks what only this architecture has: wgmma on sm_90a."""
     from cupy.cuda import Device
 
     text = Device().compute_capability  # "90"
-    return int(text[:-1]), int(text[-1])
+    return f"sm_{text}{'a' if int(text) >= 90 else ''}"
 
 
-def _architecture() -> str:
-    """The current device's, with the letter that unlocks what only this architecture has: wgmma on sm_90a."""
-    major, minor = _capability()
-    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
-
-
-def _compile_binary(compiled, signature) -> tuple[str, bytes]:
-    """(entry point, machine code) for the current device, through nvJitLink."""
+def compile_binary(compiled, signature, architecture: str) -> tuple[str, bytes]:
+    """(entry point, machine code) for an architecture, through nvJitLink."""
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
-    ptx = compile_for(compiled, signature, _capability())
+    digits = architecture.removeprefix("sm_").rstrip("a")
+    ptx = compile_for(compiled, signature, (int(digits[:-1]), int(digits[-1])))
     entry = compiled.py_func.__name__  # what profilers show, in place of a mangled name of 500 letters
     ptx = ptx.replace(re.findall(r"\.entry\s+([\w$]+)", ptx)[0], entry)
     code = ObjectCode.from_ptx(ptx.encode())
-    return entry, Linker(code, options=LinkerOptions(arch=_architecture())).link("cubin").code
+    return entry, Linker(code, options=LinkerOptions(arch=architecture)).link("cubin").code
 
 
-launch = make_launch(_compile_binary, _architecture)
+launch = make_launch(compile_binary, architecture)

@@ -24,6 +24,7 @@ from nbtrain.device.nvidia import kernel
 from nbtrain.device.nvidia.flash_backward import dkv_body, dq_body
 from nbtrain.device.nvidia.flash_forward import forward_body, tall_body
 from nbtrain.device.nvidia.ptx import Tiles
+from nbtrain.device.place import capability_of
 from nbtrain.device.reduce import sum_rows
 from nbtrain.errors import InvalidValue
 
@@ -65,23 +66,9 @@ BACKWARD_DKV = {
 FORWARD_GROUP, DQ_GROUP, DKV_GROUP = 16 << 20, 8 << 20, 16 << 20
 
 
-def instruction_set(capability: tuple[int, int]) -> int:
+def instruction_set(capability: tuple[int, int] | None) -> int:
     """wgmma belongs to 9.0 alone; 10.0 and later dropped it again."""
     return WGMMA if capability == (9, 0) else MMA
-
-
-@functools.cache
-def device_capability(device: int) -> tuple[int, int]:
-    from cupy.cuda import Device
-
-    text = Device(device).compute_capability  # "90"
-    return int(text[:-1]), int(text[-1])
-
-
-def current_instruction_set() -> int:
-    from cupy.cuda import runtime
-
-    return instruction_set(device_capability(runtime.getDevice()))
 
 
 def suited(table, arch: int, D: int) -> Config:
@@ -134,7 +121,7 @@ def flash_forward(
     B, T, C, D = _check(
         "flash_forward", "qkv (B, T, C3), out (B, T, C), lse (B, H, T) fp32", H, qkv, out, lse
     )
-    arch = arch or current_instruction_set()
+    arch = arch or instruction_set(capability_of(qkv))
     config = config or suited(FORWARD, arch, D)
     rows, heads = config.rows, B * H
     whole = T % rows == 0 and T % config.tile == 0
@@ -175,7 +162,7 @@ def flash_backward(
     if stats is None:
         stats = array_module(qkv).empty(stats_shape(B, T, H), np.float32)
     expect("flash_backward", f"stats {stats_shape(B, T, H)} fp32", stats)
-    arch = arch or current_instruction_set()
+    arch = arch or instruction_set(capability_of(qkv))
     sums = None
     if dbias is not None:
         expect("flash_backward", "dqkv (B, T, C3), dbias (C3,)", dqkv, dbias)

@@ -1,0 +1,166 @@
+"""The step's other modes, which give the bits of the pure one: `donate` consumes what it is given, `capture`
+replays a graph besides."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from nbtrain.batch import IGNORE_INDEX, Batch
+from nbtrain.device import array_module
+from nbtrain.device.graph import Graph
+from nbtrain.device.place import device_of, say_once, use
+from nbtrain.errors import InvalidType, InvalidValue, Unavailable
+from nbtrain.precision import LossScale
+from nbtrain.train import Metrics, OptState, TrainStep, check_state
+from nbtrain.tree import Tree
+
+
+def _renew(params: Tree, state: OptState, renew: Callable) -> tuple[Tree, OptState]:
+    """The same memory in new trees, each made by `renew`; fp32 params stay their own master."""
+    own_master = state.master is params
+    params = renew(params)
+    master = params if own_master else renew(state.master)
+    return params, state._replace(master=master, m=renew(state.m), v=renew(state.v))
+
+
+def donate(step: TrainStep) -> Callable:
+    """`step` with the same signature and the same bits, but params and opt_state are consumed: the results
+    live in their memory, and using a consumed tree again raises InvalidValue (as JAX's donate_argnums)."""
+    if not isinstance(step, TrainStep):
+        raise InvalidType(f"donate expects what make_train_step returns; got {type(step).__name__}.")
+
+    def donated(params: Tree, opt_state: OptState, batch: Batch) -> tuple[Tree, OptState, Metrics]:
+        check_state(params, opt_state)
+        device = device_of(params.buffer)
+        batch = step._place(params, opt_state, batch, device)
+        with use(device):
+            out = params, opt_state.master, opt_state.m, opt_state.v
+            params, opt_state, metrics = step._run(params, opt_state, batch, out)
+        # Only the step's last launch writes them: until here, whatever went wrong has lost nothing.
+        return *_renew(params, opt_state, Tree.consume), metrics
+
+    return donated
+
+
+class CapturedStep:
+    """`donate(step)` replayed from one graph a batch shape; `capture` makes it."""
+
+    SHAPES_BEFORE_A_WORD = 4
+
+    def __init__(self, step: TrainStep):
+        self._step = step
+        self._state: Any = None  # (params, opt_state), the memory that every graph reads and writes
+        self._graphs: dict[tuple, tuple[Graph, Batch]] = {}
+
+    def __call__(self, params: Tree, opt_state: OptState, batch: Batch) -> tuple[Tree, OptState, Metrics]:
+        check_state(params, opt_state)
+        device = device_of(params.buffer)
+        if device == "cpu":
+            raise Unavailable(
+                "capture needs a GPU; params are on the CPU. Use donate(step), which gives the same bits."
+            )
+        batch = self._step._place(params, opt_state, batch, device)
+        with use(device):
+            own = self._state
+            if own is None:  # the graphs' memory is the first trees'; their holder keeps the scalars
+                own = params, _with_scalars(opt_state, [x.copy() for x in _scalars(opt_state)])
+            else:
+                _check_alike(own, (params, opt_state))
+            graph, buffers = self._graph(own[0], own[1], batch)  # a failure here has consumed nothing
+            self._state = own
+            self._take(params, opt_state)
+            for target, source in zip(buffers, batch, strict=True):
+                target[...] = source
+            graph.launch()
+            values, counts = (x.copy() for x in graph.result)
+            self._state = _renew(own[0], own[1], Tree.consume)
+            params, state = self._state
+            state = _with_scalars(state, [x.copy() for x in _scalars(state)])
+        return params, state, Metrics(values, counts, batch)
+
+    def _take(self, params, state):
+        """Copies what is given into the graphs' own memory; trees that came from elsewhere are consumed."""
+        own_params, own_state = self._state
+        for own, given in zip(_trees(own_params, own_state), _trees(params, state), strict=True):
+            if own is not given:
+                own.buffer[...] = given.buffer
+        for own, given in zip(_scalars(own_state), _scalars(state), strict=True):
+            own[...] = given
+        kept = [id(tree) for tree in _trees(own_params, own_state)]
+        for given in {id(tree): tree for tree in _trees(params, state)}.values():
+            if id(given) not in kept:
+                given.consume()
+
+    def _graph(self, params, state, batch):
+        shape = batch.tokens.shape
+        if shape not in self._graphs:
+            if len(self._graphs) == self.SHAPES_BEFORE_A_WORD:
+                say_once(
+                    f"capture: more than {self.SHAPES_BEFORE_A_WORD} batch shapes, "
+                    "each with a graph and memory of its own"
+                )
+            buffers = Batch(*(x.copy() for x in batch))
+            params, state = _renew(params, state, Tree.alias)  # those that are given will be consumed
+            out = params, state.master, state.m, state.v
+
+            def warm_up():
+                """A step without a target, which updates nothing. Before it gradients with targets alone:
+                products are measured on numbers, since zeros take less power."""
+                self._step._gradients(params, state, buffers)
+                targets = buffers.targets.copy()
+                targets.fill(IGNORE_INDEX)
+                self._step._run(params, state, buffers._replace(targets=targets), out)
+
+            def work():
+                _, new, metrics = self._step._run(params, state, buffers, out)
+                for target, source in zip(
+                    _scalars(state)[:4], _scalars(new)[:4], strict=True
+                ):  # all but the seed and the limits, which no step changes
+                    target[...] = source
+                return metrics._values, metrics._counts
+
+            self._graphs[shape] = Graph(warm_up, work), buffers
+        return self._graphs[shape]
+
+
+def _scalars(state: OptState) -> tuple:
+    limits = state.limits
+    if limits is None:  # a graph has room for them from the first
+        limits = array_module(state.step).full(2, np.inf, np.float32)
+    return state.step, state.updates, *state.loss_scale, state.seed, limits
+
+
+def _with_scalars(state: OptState, scalars) -> OptState:
+    step, updates, value, good_steps, seed, limits = scalars
+    scale = LossScale(value, good_steps)
+    return state._replace(step=step, updates=updates, loss_scale=scale, seed=seed, limits=limits)
+
+
+def _trees(params: Tree, state: OptState) -> tuple[Tree, ...]:
+    return params, state.master, state.m, state.v
+
+
+def _check_alike(own, given) -> None:
+    for a, b in zip(_trees(*own), _trees(*given), strict=True):
+        if a.layout != b.layout or a.dtype != b.dtype:
+            raise InvalidValue(
+                f"this captured step holds {a}, and got {b}. Capture another step for another model or dtype."
+            )
+
+
+def capture(step: TrainStep) -> CapturedStep:
+    """`donate(step)`, run from one graph: no launch gaps, no work on the host between the batch and the
+    metrics.
+
+    The first call with a batch shape compiles, measures the products, and captures; it consumes no step.
+    Trees that did not come from this function's last call are copied into the graph's memory. GPU only.
+    """
+    if not isinstance(step, TrainStep):
+        raise InvalidType(f"capture expects what make_train_step returns; got {type(step).__name__}.")
+    if step.has_run:
+        raise InvalidValue(
+            "capture takes a step that has not run: a graph must own the working memory it writes. "
+            "Make another with make_train_step."
+        )
+    return CapturedStep(step)
