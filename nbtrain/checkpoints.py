@@ -76,15 +76,18 @@ class Checkpoints:
         """Where the checkpoint of a step is."""
         return self.folder / f"step_{step:08d}"
 
-    def start(self, step: int) -> None:
+    def start(self, step: int) -> list[Path]:
         """A run begins behind `step`, 0 for a new one: checkpoints of later steps, which belong to the run
-        that it replaces, are moved to the folder "replaced", and removed once this run has saved one."""
+        that it replaces, are moved to the folder "replaced", and removed once this run has saved one.
+        Returns where those are now, the earliest first."""
+        moved = []
         for entry in self._entries():
             if step_of(entry.name.partition(".")[0]) > step:
                 aside = self.folder / REPLACED / entry.name
                 aside.parent.mkdir(exist_ok=True)
                 _remove(aside)
-                entry.rename(aside)
+                moved.append(entry.rename(aside))
+        return sorted(path for path in moved if is_complete(path))
 
     def reserve(self, params: Tree, opt_state: OptState | None) -> None:
         """Takes the memory of a snapshot now, instead of in the first save: 12 bytes a parameter, of the

@@ -26,6 +26,8 @@ from nbtrain.token_file import MAX_VOCAB_SIZE, TokenFile, write_tokens
 __all__ = ["Batch", "Batches", "TokenFile", "batches", "check_batch", "eval_batches", "write_tokens"]
 
 STATE_VERSION = 1
+# Tokens: of a file that is hashed whole, and how many samples of how many tokens are of a longer one.
+HASHED_WHOLE, N_SAMPLES, SAMPLE = 1 << 20, 16, 1024
 
 
 def batches(
@@ -115,7 +117,7 @@ class Batches:
         self._data = {
             "files": len(windows.files),
             "tokens": sum(map(len, windows.files)),
-            "names_and_counts": windows.digest(),
+            "content": windows.digest(),
             "B": int(B),
             "T": int(windows.T),
             "micro": int(micro),
@@ -221,9 +223,18 @@ class _Windows:
         return f"{tokens} tokens in {len(self.files)} file(s) ({self.files[0].path}{more})"
 
     def digest(self) -> str:
-        """A hash of the files' names and counts, which stays when the folder moves."""
-        names_and_counts = "".join(f"{file.path.name}\0{len(file)}\0" for file in self.files)
-        return hashlib.sha256(names_and_counts.encode("utf-8", "surrogateescape")).hexdigest()
+        """A hash of the files' names, counts and tokens, which stays when the folder moves. Of a file with
+        more than HASHED_WHOLE tokens it takes samples, so that any amount of data is hashed at once."""
+        digest = hashlib.sha256()
+        for file, ids in zip(self.files, self._ids, strict=True):
+            digest.update(f"{file.path.name}\0{len(file)}\0".encode("utf-8", "surrogateescape"))
+            pieces = [ids]
+            if len(ids) > HASHED_WHOLE:
+                starts = np.linspace(0, len(ids) - SAMPLE, N_SAMPLES).astype(np.int64)
+                pieces = [ids[start : start + SAMPLE] for start in starts]
+            for piece in pieces:
+                digest.update(piece.astype("<u4").tobytes())
+        return digest.hexdigest()
 
     def _window(self, window: int) -> np.ndarray:
         i = int(np.searchsorted(self._ends, window, side="right"))

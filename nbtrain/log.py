@@ -104,8 +104,6 @@ class Log:
             for name, losses in (("val_loss", self.val), ("loss", self.train)):
                 if row.get(name) is not None:
                     losses.append((row["step"], row[name]))
-            if seen := _metrics(row):
-                self._monitor.see(row["step"], seen)
         write_atomically(path, lambda file: file.writelines(json.dumps(row).encode() + b"\n" for row in kept))
         self._path, self._file = path, open(path, "ab", buffering=0)
         self._unwritten, self._told = b"", False  # what a full disk did not take, and whether that was said
@@ -194,15 +192,6 @@ def _lines(path: Path, last: int) -> list[dict]:
             ):
                 rows.append(row)
     return rows
-
-
-def _metrics(row: dict) -> dict | None:
-    """What `Metrics.read` gave for this row; None where it is no step's."""
-    names = ("loss", "grad_norm", "loss_scale", "n_targets", "skipped")
-    if not set(names) <= set(row):
-        return None
-    values = {name: math.nan if row[name] is None else row[name] for name in names}
-    return values if all(isinstance(value, int | float) for value in values.values()) else None
 
 
 class TensorBoard:

@@ -43,6 +43,32 @@ class Monitor:
         self._after: dict[int, dict[str, Usual]] = {}  # step -> what was usual once it had been seen
         self._finite = True  # the last step's gradient
 
+    def state(self) -> dict:
+        """What it has seen, as JSON can hold it, for `restore`. Numbers are text: infinities have one."""
+        return {
+            "windows": {name: [repr(float(x)) for x in window] for name, window in self._windows.items()},
+            "after": {
+                str(step): {name: list(map(repr, usual[name])) for name in NAMES}
+                for step, usual in self._after.items()
+            },
+            "finite": self._finite,
+        }
+
+    def restore(self, state: dict) -> None:
+        """Goes on where another Monitor's `state` was taken."""
+        try:
+            windows = {
+                name: deque[float](map(float, state["windows"][name]), maxlen=WINDOW) for name in NAMES
+            }
+            after = {
+                int(step): {name: _usual(usual[name]) for name in NAMES}
+                for step, usual in state["after"].items()
+            }
+            finite = bool(state["finite"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidValue(f"the state of a Monitor is damaged ({error!r}): {state!r:.80}") from None
+        self._windows, self._after, self._finite = windows, after, finite
+
     def limits(self, step: int) -> tuple[float, float]:
         """The largest loss and gradient norm that are usual at `step`; inf while too few were seen."""
         usual = self._usual(step)
@@ -88,6 +114,11 @@ class Monitor:
         spread = max(float(values.std()), 1e-3 * abs(mean), 1e-9)  # above 0 where all of them are 0
         limit = float(np.float32(min(mean + self._warn_z * spread, LARGEST)))
         return Usual(mean, spread, len(window), limit)
+
+
+def _usual(numbers) -> Usual:
+    mean, spread, n, limit = numbers
+    return Usual(float(mean), float(spread), int(n), float(limit))
 
 
 def check_warn_z(warn_z) -> None:

@@ -94,9 +94,16 @@ def prepare(
             spooled.unlink(missing_ok=True)
 
 
-def prepare_text(text: str, out_dir: str | Path, tokenizer, val_fraction: float = 0.1) -> Prepared:
+class Occupied(InvalidValue):
+    """A folder holds what another call of `prepare` left in it."""
+
+
+def prepare_text(
+    text: str, out_dir: str | Path, tokenizer, val_fraction: float = 0.1, *, overwrite: bool = True
+) -> Prepared:
     """`prepare` for one text, a str, whose last `val_fraction` of characters is for validation; it
-    replaces what `out_dir` holds. A text that cannot be encoded leaves no file."""
+    replaces what `out_dir` holds, or raises Occupied without `overwrite`. A text that cannot be encoded
+    leaves no file."""
     if not isinstance(text, str):
         raise InvalidType(f"prepare_text expects the text as a str; got {type(text).__name__}.")
     try:
@@ -106,7 +113,7 @@ def prepare_text(text: str, out_dir: str | Path, tokenizer, val_fraction: float 
             f"character {text[error.start]!r} at position {error.start} is half of a surrogate pair, "
             "which UTF-8 does not have. Remove it."
         ) from None
-    return prepare([one], out_dir, tokenizer=tokenizer, val_fraction=val_fraction, overwrite=True)
+    return prepare([one], out_dir, tokenizer=tokenizer, val_fraction=val_fraction, overwrite=overwrite)
 
 
 def _prepare(
@@ -252,7 +259,7 @@ def _earlier(folder: Path, made_from: dict, overwrite: bool) -> tuple[dict | Non
             for key, value in made_from.items()
             if isinstance(earlier, dict) and earlier.get(key) != value
         ]
-        raise InvalidValue(
+        raise Occupied(
             f"{folder} holds {visible[0]} of other inputs or options"
             f"{': ' + '; '.join(unlike) if unlike else ''}. Take another folder, or begin anew: --overwrite."
         )

@@ -28,7 +28,7 @@ from nbtrain.data import batches, eval_batches
 from nbtrain.device import blas, dtype_name
 from nbtrain.device.place import compute_capability, resolve_device, to_device, use
 from nbtrain.device.sensors import Sensors, device_name
-from nbtrain.errors import InvalidValue, Unavailable
+from nbtrain.errors import InvalidType, InvalidValue, Unavailable
 from nbtrain.files import write_atomically
 from nbtrain.interrupt import Interrupt
 from nbtrain.lock import only_writer
@@ -37,6 +37,7 @@ from nbtrain.modes import capture, donate
 from nbtrain.monitor import Monitor, check_warn_z
 from nbtrain.precision import resolve_dtype
 from nbtrain.speed import flop_per_token, peak_flop_per_s
+from nbtrain.token_file import FORMATS
 from nbtrain.train import OptState, init, make_eval_step, make_train_step
 from nbtrain.tree import Tree
 
@@ -67,7 +68,6 @@ class RunConfig:
             ("steps", 1),
             ("B", 1),
             ("micro", 1),
-            ("seed", 0),
             ("eval_every", 0),
             ("eval_batches", 1),
             ("save_every", 0),
@@ -77,6 +77,16 @@ class RunConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise InvalidValue(f"{name} must be an int, {least} or more; got {value!r}.")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+            raise InvalidValue(f"seed must be an int in 0 … 2**64 - 1; got {self.seed!r}.")
+        for name in ("train", "val"):
+            value = getattr(self, name)
+            if not isinstance(value, tuple) or not all(isinstance(path, str) for path in value):
+                raise InvalidType(f"{name} must be a tuple of paths, each a str; got {value!r}.")
+        if self.format not in FORMATS:
+            raise InvalidValue(f"format is one of {', '.join(FORMATS)}; got {self.format!r}.")
+        if not isinstance(self.skip_outliers, bool):
+            raise InvalidType(f"skip_outliers must be True or False; got {self.skip_outliers!r}.")
         check_warn_z(self.warn_z)
         if self.skip_outliers and not self.warn_z:
             raise InvalidValue("skip_outliers skips what warn_z warns of, and warn_z is 0. Take warn_z=6.")
@@ -150,6 +160,11 @@ def train(
         peak, text = _peak(config, place, dtype_name(params.dtype))
         report.say(text)
         monitor = Monitor(run.warn_z, steps_ahead(place))
+        if resume is not None and "monitor" in (resume.meta["extra"] or {}):
+            try:
+                monitor.restore(resume.meta["extra"]["monitor"])
+            except InvalidValue as error:
+                raise InvalidValue(f"{resume.meta['path']}: {error}") from None
         log = Log(
             out / "log.jsonl", first, tokens_a_step, run.steps, report,
             monitor=monitor, peak_tokens_per_s=peak, sensors=Sensors(place),
@@ -159,7 +174,11 @@ def train(
         plot = Plot(log, out / "loss.png", report)
         interrupt = stack.enter_context(Interrupt())
         stack.enter_context(checkpoints)
-        checkpoints.start(first)
+        if moved := checkpoints.start(first):
+            report.say(
+                f"checkpoints of steps behind {first}, {moved[0].name} … {moved[-1].name}, are in "
+                f"{moved[0].parent} until this run has saved one; then they are removed"
+            )
         beside = run.save_every > 0 and _can_save_beside(checkpoints, params, opt_state, report)
 
         def tell_saved() -> None:
@@ -183,7 +202,7 @@ def train(
                     f"{run.save_every} steps. Take a larger one"
                 )
             told = dict(config=config, train_config=train_config, tokenizer=tokenizer)
-            extra, at = {"run": dataclasses.asdict(run)}, source.state()
+            extra, at = {"run": dataclasses.asdict(run), "monitor": monitor.state()}, source.state()
             path, wait = checkpoints.path(step), last or not beside
             for another in (True, False):  # the first error may be that of the save before
                 try:
@@ -360,11 +379,13 @@ def evaluate(eval_step, params, chosen, stop: Callable[[], bool] = lambda: False
 
 def resumed(checkpoint: Checkpoint, **changes) -> tuple[RunConfig, TrainConfig]:
     """The RunConfig and TrainConfig of a run's checkpoint, with `changes` to the first."""
-    values = checkpoint.meta["extra"].get("run")
-    if not isinstance(values, dict) or checkpoint.train_config is None:
-        raise InvalidValue(
-            f"{checkpoint.meta['path']} was not saved by a run, so it says nothing about data and steps."
-        )
+    path, values = checkpoint.meta["path"], checkpoint.meta["extra"].get("run")
+    if not isinstance(values, dict) or not {"train", "steps"} <= set(values) or not checkpoint.train_config:
+        raise InvalidValue(f"{path} was not saved by a run, so it says nothing about data and steps.")
+    try:
+        from_dict(RunConfig, values)
+    except (InvalidValue, InvalidType) as error:
+        raise InvalidValue(f"{path}: {error}") from None
     run = from_dict(RunConfig, values | changes)
     train_config = checkpoint.train_config
     if train_config.total == values["steps"]:  # the schedule ends with the run

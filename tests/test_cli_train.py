@@ -1,11 +1,13 @@
 """nbtrain train"""
 
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -384,6 +386,63 @@ def test_a_data_file_given_on_resuming_is_found_from_elsewhere(nb, tmp_path, mon
     monkeypatch.chdir("/")
     code, _, err = nb(*resume, "--steps", 14)
     assert code == 0, err
+
+
+def test_a_new_text_in_an_older_run_s_folder_leaves_the_older_run_its_data(nb, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(TEXT if name == "a" else TEXT[::-1])
+    run = tmp_path / "run"
+    begin = ("--out", run, *TINY, "--sample-tokens", 0)
+    assert nb("train", "--text", tmp_path / "a.txt", *begin)[0] == 0
+    files = {path: path.read_bytes() for path in (run / "data").iterdir()}
+    code, _, err = nb("train", "--text", tmp_path / "b.txt", *begin, "--batch-size", 100_000)
+    assert code == 1 and "tokens" in err
+    resume = ("train", "--resume", run, "--device", "cpu", "--sample-tokens", 0)
+    code, _, err = nb(*resume, "--steps", 13)
+    assert code == 0, err
+    assert nb("train", "--text", tmp_path / "b.txt", *begin)[0] == 0  # takes what the first try prepared
+    assert {entry.name for entry in run.iterdir() if entry.name.startswith("data")} == {"data", "data_2"}
+    assert files == {path: path.read_bytes() for path in (run / "data").iterdir()}
+    trained_on = load(run, device="cpu").meta["extra"]["run"]["train"]
+    assert [Path(path).parent.name for path in trained_on] == ["data_2"]
+    # Whoever puts other tokens in the place of a run's is told.
+    (run / "data_2" / "train_000000.bin").write_bytes(files[run / "data" / "train_000000.bin"])
+    code, _, err = nb(*resume, "--steps", 14)
+    assert code == 1 and "state belongs to other data" in err
+
+
+def test_a_run_goes_on_in_another_folder(trained, nb, tmp_path):
+    resume = ("train", "--resume", trained[0] / "checkpoints" / "step_00000012", "--device", "cpu")
+
+    def files():
+        return {path: path.read_bytes() for path in trained[0].rglob("*.*") if path.name != ".lock"}
+
+    before = files()
+    code, _, err = nb(*resume, "--steps", 13, "--out", tmp_path / "fork", "--sample-tokens", 0)
+    assert code == 0, err
+    assert (tmp_path / "fork" / "checkpoints" / "step_00000013").is_dir()
+    assert files() == before and len(before) > 8
+
+
+def test_a_checkpoint_outside_a_run_needs_a_folder_to_go_on_in(trained, nb, tmp_path):
+    shutil.copytree(trained[0] / "checkpoints" / "step_00000012", tmp_path / "place" / "best")
+    resume = ("train", "--resume", tmp_path / "place" / "best", "--steps", 13, "--device", "cpu")
+    code, _, err = nb(*resume)
+    assert code == 2 and "lies in no run's folder" in re.sub(r"[\s│]+", " ", err)
+    assert [entry.name for entry in (tmp_path / "place").iterdir()] == ["best"]
+    assert nb(*resume, "--out", tmp_path / "fork", "--sample-tokens", 0)[0] == 0
+
+
+@pytest.mark.parametrize("seed", ["-1", str(2**64), str(2**70)])
+@pytest.mark.parametrize("init", [False, True])
+def test_a_seed_that_is_none_is_refused_before_anything_is_written(init, seed, trained, nb, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = ["--init", trained[0], "--device", "cpu"] if init else TINY
+    code, _, err = nb(
+        "train", "--text", tmp_path / "text.txt", "--out", tmp_path / "run", *options, "--seed", seed
+    )
+    assert code == 1 and "seed must be an int in 0 … 2**64 - 1" in err
+    assert not (tmp_path / "run").exists()
 
 
 # Tokenizers

@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 
+from nbtrain import data
 from nbtrain.data import Batch, TokenFile, batches, check_batch, eval_batches, write_tokens
 from nbtrain.errors import InvalidType, InvalidValue, Unavailable
 
@@ -403,10 +404,27 @@ def test_a_state_of_other_data_is_refused(tmp_path):
         state = source.state()
     with pytest.raises(InvalidValue, match="tokens 500 then and 501 now"):
         batches(_file(tmp_path, N_TOKENS + 1), B=2, T=8, state=state)
-    with pytest.raises(InvalidValue, match="names_and_counts .* then and"):
+    with pytest.raises(InvalidValue, match="content '.*' then and"):
         batches(_file(tmp_path, name="other.bin"), B=2, T=8, state=state)
     with pytest.raises(InvalidValue, match="files 1 then and 2 now"):
         batches([_file(tmp_path), _file(tmp_path)], B=2, T=8, state=state)
+
+
+@pytest.mark.parametrize("longer_than", [1 << 20, 100])
+def test_a_state_of_as_many_other_tokens_is_refused(longer_than, tmp_path, monkeypatch):
+    """A text of the same length in place of the one that a run was begun with."""
+    monkeypatch.setattr(data, "HASHED_WHOLE", longer_than)
+    monkeypatch.setattr(data, "SAMPLE", 20)
+    ids = np.arange(N_TOKENS) % 50
+    write_tokens(tmp_path / "train.bin", ids, vocab_size=50)
+    with batches(tmp_path / "train.bin", B=2, T=8) as source:
+        state = source.state()
+    write_tokens(tmp_path / "train.bin", ids[::-1], vocab_size=50)
+    with pytest.raises(InvalidValue, match="content '.*' then and"):
+        batches(tmp_path / "train.bin", B=2, T=8, state=state)
+    write_tokens(tmp_path / "train.bin", ids, vocab_size=50)
+    with batches(tmp_path / "train.bin", B=2, T=8, state=state) as source:
+        assert source.state() == state
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import json
 import math
 import sys
 from types import SimpleNamespace
@@ -116,6 +117,40 @@ def test_a_limit_is_as_late_as_the_metrics_and_reading_ahead_changes_nothing(lat
     # What held for a step when it was told is what was said before it.
     assert all(a[1] == b[0] for a, b in zip(limits, limits[1:], strict=False))
     assert limits[-1][1] == taught(60 - late).limits(60 - late + 1)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("at", [1, 20, 40, 150])
+def test_a_monitor_goes_on_from_its_state_in_a_file(late, at):
+    whole, first, rest = Monitor(late=late), Monitor(late=late), Monitor(late=late)
+    for step, (loss, norm) in enumerate(usual(200), 1):
+        seen = metrics(loss, math.inf if step in (at, 30) else norm, loss_scale=1.0)
+        whole.see(step, seen)
+        (first if step <= at else rest).see(step, seen)
+        if step == at:
+            rest.restore(json.loads(json.dumps(first.state(), allow_nan=False)))
+        if step >= at:
+            assert rest.limits(step + 1) == whole.limits(step + 1)
+    assert math.isfinite(whole.limits(200)[0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        None,
+        {"windows": {"loss": []}},
+        {"windows": {"loss": ["x"], "grad_norm": []}},
+        {"after": []},
+        {"after": {"x": {}}},
+        {"after": {"1": {"loss": ["1"], "grad_norm": ["1", "1", "1", "1"]}}},
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(change):
+    monitor = taught()
+    before = monitor.state()
+    with pytest.raises(InvalidValue, match="the state of a Monitor is damaged"):
+        monitor.restore(change and before | change)
+    assert monitor.state() == before
 
 
 def test_no_warnings_were_asked_for():

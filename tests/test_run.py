@@ -185,13 +185,14 @@ def test_outliers_are_skipped_by_the_device_exactly_where_the_host_warns(
     )
     assert whole.checkpoint.opt_state.updates.item() == 40 - len(skipped)
 
-    # Interrupted after an outlier and resumed, the log teaches the same limits.
+    # Interrupted after an outlier and resumed, the limits are the same, whatever became of the log.
     def interrupt(step):
         if step == skipped[2]:
             signal.raise_signal(signal.SIGINT)
 
     half = train_on_cpu(run_config, tmp_path / "half", **options, report=Quiet(interrupt))
     assert half.interrupted
+    (tmp_path / "half" / "log.jsonl").unlink()
     rest = train_on_cpu(
         run_config, tmp_path / "half", **options, resume=load(tmp_path / "half", device="cpu")
     )
@@ -257,3 +258,48 @@ def test_a_run_from_given_weights_begins_with_them(run_config, tmp_path):
 def test_counts_of_a_run_are_checked(field, value):
     with pytest.raises(InvalidValue, match=f"{field} must be an int"):
         RunConfig(train=("a",), **{field: value})
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"seed": 2**64}, "seed must be an int in 0"),
+        ({"train": 5}, "train must be a tuple of paths"),
+        ({"train": [5]}, "train must be a tuple of paths"),
+        ({"val": "a.bin"}, "val must be a tuple of paths"),
+        ({"skip_outliers": "no"}, "skip_outliers must be True or False"),
+        ({"format": 5}, "format is one of auto"),
+        ({"steps": "5"}, "steps must be an int"),
+        ({"colour": 5}, "unknown option 'colour'"),
+    ],
+)
+def test_options_of_a_run_in_a_checkpoint_are_checked_and_the_file_is_named(
+    change, message, run_config, tmp_path
+):
+    saved = train_on_cpu(dataclasses.replace(run_config, steps=1), tmp_path / "run").checkpoint
+    told = saved.meta["extra"]["run"]
+    for wrong, because in (
+        (told | change, message),
+        ({name: value for name, value in told.items() if name != "steps"}, "was not saved by a run"),
+        ({}, "was not saved by a run"),
+    ):
+        meta = saved.meta | {"extra": {"run": json.loads(json.dumps(wrong))}}
+        with pytest.raises(InvalidValue, match=f"step_00000001.*{because}"):
+            resumed(saved._replace(meta=meta), steps=9)
+
+
+def test_what_the_monitor_saw_is_checked_and_the_file_is_named(run_config, tmp_path):
+    short = dataclasses.replace(run_config, steps=1)
+    saved = train_on_cpu(short, tmp_path / "run").checkpoint
+    wrong = saved._replace(meta=saved.meta | {"extra": saved.meta["extra"] | {"monitor": 5}})
+    with pytest.raises(InvalidValue, match="step_00000001: the state of a Monitor is damaged"):
+        train_on_cpu(run_config, tmp_path / "run", resume=wrong)
+
+
+def test_going_on_from_an_earlier_checkpoint_says_which_later_ones_go(run_config, tmp_path):
+    run_config = dataclasses.replace(run_config, steps=8, save_every=2, keep_last=9)
+    train_on_cpu(run_config, tmp_path / "run")
+    report = Quiet()
+    early = load(tmp_path / "run/checkpoints/step_00000004", device="cpu")
+    train_on_cpu(run_config, tmp_path / "run", resume=early, report=report)
+    assert any("behind 4, step_00000006 … step_00000008, are in " in text for text in report.said)

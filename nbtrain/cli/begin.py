@@ -1,6 +1,7 @@
 """From the options of `nbtrain train` to a run: begun, or gone on with."""
 
 import contextlib
+import itertools
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -47,20 +48,26 @@ def _resume(o, annotations):
     from nbtrain.run import train as run_train
 
     folder = o.out if o.resume == AUTO else o.resume
-    fixed = o.given - set(RESUMABLE)
+    fixed = o.given - set(RESUMABLE) - {"out"}
     if o.resume != AUTO and (wrong := fixed - o.from_file):
         raise typer.BadParameter(
             f"--{sorted(wrong)[0].replace('_', '-')} is fixed by the run that --resume goes on with."
         )
-    _check_same(o, fixed - {"out"}, run_folder(folder) / "config.toml", annotations)
+    home = run_folder(folder)
+    elsewhere = o.resume != AUTO and "out" in o.given - o.from_file
+    _check_same(o, fixed, home / "config.toml", annotations)
     with contextlib.ExitStack() as stack:
-        if (run_folder(folder) / STEPS).is_dir():  # what is loaded shall be the newest still when it is used
-            stack.enter_context(only_writer(run_folder(folder)))
+        if (home / STEPS).is_dir():  # what is loaded shall be the newest still when it is used
+            stack.enter_context(only_writer(home))
         checkpoint = load(folder, o.device)
+        if not (home / STEPS).is_dir() and not elsewhere:
+            raise typer.BadParameter(
+                f"{folder} lies in no run's folder. Say with --out where to go on from it."
+            )
         changes = {name: getattr(o, name) for name in CHANGEABLE if name in o.given}
         changes |= {name: _absolute(files) for name, files in (("train", o.data), ("val", o.val)) if files}
         run, train_config = resumed(checkpoint, **changes)
-        out = run_folder(checkpoint.meta["path"])
+        out = o.out if elsewhere else home
         state = checkpoint.opt_state
         if o.resume == AUTO and state is not None and state.step.item() >= run.steps:
             print(f"the run in {out} has done its {run.steps:,} steps")
@@ -124,7 +131,13 @@ def _new(o):
         remat=o.remat,
         loss_scale=_number(o.loss_scale),
     )
+    run = dict(
+        format=o.format.value, steps=o.steps, B=o.batch_size, micro=o.micro, seed=o.seed,
+        eval_every=o.eval_every, eval_batches=o.eval_batches, save_every=o.save_every, keep_last=o.keep_last,
+        keep_every=o.keep_every, warn_z=o.warn_z, skip_outliers=o.skip_outliers,
+    )  # fmt: skip
     # What is wrong is said before a text is read and its tokens are written.
+    RunConfig(train=(), **run)
     place, why_device = resolve_device(o.device)
     storage, why_dtype = resolve_dtype(o.dtype.value, place, compute_capability(place))
     check_available(place, o.capture, o.tensorboard)
@@ -144,15 +157,8 @@ def _new(o):
         if o.dtype is Dtype.auto:
             reporter().say(f"dtype {dtype_name(storage)}: {why_dtype}")
     make_train_step(config, train_config)
-    micro = o.micro
     if o.total_batch_tokens is not None:
-        micro = micro_batches(o.total_batch_tokens, o.batch_size, config.block_size)
-    run = dict(
-        format=o.format.value, steps=o.steps, B=o.batch_size, micro=micro, seed=o.seed,
-        eval_every=o.eval_every, eval_batches=o.eval_batches, save_every=o.save_every, keep_last=o.keep_last,
-        keep_every=o.keep_every, warn_z=o.warn_z, skip_outliers=o.skip_outliers,
-    )  # fmt: skip
-    RunConfig(train=(), **run)
+        run["micro"] = micro_batches(o.total_batch_tokens, o.batch_size, config.block_size)
     text = None if o.data else _text(o)
     kind = _tokenizer(o, text, brought)
     if start is None:
@@ -173,7 +179,7 @@ def _new(o):
             captured=o.capture,
             tensorboard=o.tensorboard,
             settings=_settings(
-                o, config, train_config, micro, dtype_name(storage), place, train_files, val_files
+                o, config, train_config, run["micro"], dtype_name(storage), place, train_files, val_files
             ),
             report=reporter(),
         )
@@ -257,12 +263,20 @@ def _tokenizer(o, text: str | None, brought):
 
 
 def _data(o, text: str | None, tokenizer) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Token files to train on, and to validate on; a text becomes such files in --out/data."""
+    """Token files to train on, and to validate on; a text becomes such files in --out/data, or in data_2 and
+    so on: an older run's data stays as long as somebody may go on with that run."""
+    from nbtrain.prepare import Occupied
     from nbtrain.text import prepare_text
 
     if text is None:
         return _absolute(o.data), _absolute(o.val)
-    prepared = prepare_text(text, o.out / "data", tokenizer)
+    for i in itertools.count(1):
+        try:
+            folder = o.out / ("data" if i == 1 else f"data_{i}")
+            prepared = prepare_text(text, folder, tokenizer, overwrite=False)
+            break
+        except Occupied:
+            pass
     reporter().say(
         f"text: {len(text):,} characters, {prepared.n_train:,} tokens to train on, {prepared.n_val:,} to "
         "validate on"

@@ -140,7 +140,11 @@ def train(
         bool, typer.Option("--tensorboard", help="Write the log for TensorBoard too.")
     ] = False,
     out: Annotated[
-        Path, typer.Option(help="Folder of the run; an older run's files in it are replaced.")
+        Path,
+        typer.Option(
+            help="Folder of the run; an older run's files in it are replaced. With --resume: another folder "
+            "to go on in."
+        ),
     ] = Path("runs/latest"),
     sample_tokens: Annotated[int, typer.Option(help="Tokens of text to print at the end; 0: none.")] = 400,
 ) -> None:
