@@ -83,11 +83,12 @@ def embedding(dtype):
 
 
 def batch_check(dtype):
-    from nbtrain.ops.batch_check import batch_check
+    from nbtrain.ops.batch_check import batch_check, nan_if_bad
 
     tokens, targets, scale = empty(np.int32, (4, 8, T)), empty(np.int32, (4, 8, T)), empty(np.float32, (1,))
     batch_check(tokens, targets, scale, vocab_size=V)
     batch_check(tokens, targets, scale)
+    nan_if_bad(empty(np.float32, (1,)), empty(np.int32, (3,)))
 
 
 def global_norm(dtype):

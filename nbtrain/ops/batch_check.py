@@ -27,6 +27,7 @@ from nbtrain.device import (
 from nbtrain.errors import InvalidValue
 
 LAST = 2**31 - 1  # as a position: none
+NAN = np.float32(np.nan)
 
 # ----------------------------------------------------------------------------
 # GPU kernels
@@ -110,6 +111,16 @@ def _total_kernel():
     return batch_check_total, T
 
 
+@functools.cache
+def _nan_kernel():
+    @kernel(launch_bounds=1, fastmath=False)  # without assumptions about NaN
+    def batch_check_nan(loss_sum, counts):
+        if counts[1] >= 0 or counts[2] >= 0:
+            loss_sum[0] = NAN
+
+    return batch_check_nan
+
+
 # ----------------------------------------------------------------------------
 # CPU
 
@@ -130,7 +141,7 @@ def _batch_check_cpu(tokens, targets, loss_scale, counts, dloss, vocab_size, ign
 
 
 # ----------------------------------------------------------------------------
-# Launcher
+# Launchers
 
 
 def batch_check(
@@ -166,3 +177,15 @@ def batch_check(
     else:
         _batch_check_cpu(tokens, targets, loss_scale, counts, dloss, vocab_size, ignore_index)
     return counts, dloss
+
+
+def nan_if_bad(loss_sum, counts):
+    """Returns `loss_sum` (1,) fp32, which becomes nan where `counts` tells of a bad id: a loss over ids that
+    kernels had to clamp or leave out looks like any other."""
+    loss_sum, counts = as_arrays(loss_sum, counts)
+    expect("nan_if_bad", "loss_sum (1,) fp32, counts (3,) int32", loss_sum, counts)
+    if on_gpu(loss_sum):
+        launch(_nan_kernel(), 1, 1, loss_sum, counts)
+    elif (counts[1:] >= 0).any():
+        loss_sum[0] = NAN
+    return loss_sum

@@ -3,7 +3,7 @@ import pytest
 
 from nbtrain.device import tuned
 from nbtrain.errors import InvalidType, InvalidValue
-from nbtrain.ops.batch_check import batch_check
+from nbtrain.ops.batch_check import batch_check, nan_if_bad
 from tests import reference
 
 THREADS, BLOCKS = tuned("batch_check")
@@ -104,3 +104,18 @@ def test_rejects_wrong_shapes_and_dtypes(xp):
         batch_check(tokens, targets, scale.astype(np.float64))
     with pytest.raises(InvalidValue, match=r"1\.\.2147483646 tokens; got \(1, 0, 3\)"):
         batch_check(tokens[:, :0], targets[:, :0], scale)
+
+
+@pytest.mark.parametrize(
+    "counts,bad", [((9, -1, -1), False), ((0, -1, -1), False), ((9, 0, -1), True), ((9, -1, 7), True)]
+)
+def test_a_loss_over_bad_ids_is_nan(xp, counts, bad):
+    loss_sum = xp.asarray(np.float32([2.5]))
+    assert nan_if_bad(loss_sum, xp.asarray(np.array(counts, np.int32))) is loss_sum
+    (got,) = reference.host(loss_sum)
+    assert np.isnan(got) if bad else got == 2.5
+
+
+def test_a_loss_of_several_numbers_is_refused(xp):
+    with pytest.raises(InvalidValue, match=r"loss_sum \(1,\)"):
+        nan_if_bad(xp.zeros(2, np.float32), xp.zeros(3, np.int32))
