@@ -9,10 +9,10 @@ import numpy as np
 from nbtrain.batch import IGNORE_INDEX, Batch
 from nbtrain.device import array_module
 from nbtrain.device.graph import Graph
-from nbtrain.device.place import device_of, say_once, use
+from nbtrain.device.place import device_of, enough_memory, say_once, use
 from nbtrain.errors import InvalidType, InvalidValue, Unavailable
 from nbtrain.precision import LossScale
-from nbtrain.train import Metrics, OptState, TrainStep, check_state
+from nbtrain.train import A_STEP, Metrics, OptState, TrainStep, check_state
 from nbtrain.tree import Tree
 
 
@@ -33,8 +33,8 @@ def donate(step: TrainStep) -> Callable:
     def donated(params: Tree, opt_state: OptState, batch: Batch) -> tuple[Tree, OptState, Metrics]:
         check_state(params, opt_state)
         device = device_of(params.buffer)
-        batch = step._place(params, opt_state, batch, device)
-        with use(device):
+        with use(device), enough_memory(*A_STEP):
+            batch = step._place(params, batch)
             out = params, opt_state.master, opt_state.m, opt_state.v
             params, opt_state, metrics = step._run(params, opt_state, batch, out)
         # Only the step's last launch writes them: until here, whatever went wrong has lost nothing.
@@ -60,8 +60,8 @@ class CapturedStep:
             raise Unavailable(
                 "capture needs a GPU; params are on the CPU. Use donate(step), which gives the same bits."
             )
-        batch = self._step._place(params, opt_state, batch, device)
-        with use(device):
+        with use(device), enough_memory(*A_STEP):
+            batch = self._step._place(params, batch)
             own = self._state
             if own is None:  # the graphs' memory is the first trees'; their holder keeps the scalars
                 own = params, _with_scalars(opt_state, [x.copy() for x in _scalars(opt_state)])
@@ -118,7 +118,8 @@ class CapturedStep:
                     _scalars(state)[:4], _scalars(new)[:4], strict=True
                 ):  # all but the seed and the limits, which no step changes
                     target[...] = source
-                return metrics._values, metrics._counts
+                values, counts, _ = metrics.on_device
+                return values, counts
 
             self._graphs[shape] = Graph(warm_up, work), buffers
         return self._graphs[shape]

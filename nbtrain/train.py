@@ -26,11 +26,11 @@ from nbtrain.device import FLOATS, array_module, backend, dtype_name
 from nbtrain.device.ahead import compile_ahead
 from nbtrain.device.outline import Card, planning
 from nbtrain.device.philox import Rng
-from nbtrain.device.place import capability_of, device_of, to_device, to_host, use
+from nbtrain.device.place import capability_of, device_of, enough_memory, to_device, to_host, use
 from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.model import GPT, init_params
 from nbtrain.ops.adamw import adamw
-from nbtrain.ops.batch_check import batch_check
+from nbtrain.ops.batch_check import batch_check, nan_if_bad
 from nbtrain.ops.cast import cast_and_scale
 from nbtrain.ops.control import control
 from nbtrain.ops.cross_entropy import sum_losses
@@ -40,6 +40,8 @@ from nbtrain.precision import LossScale, LossScaling, choose
 from nbtrain.tree import Layout, Tree
 
 Array = Any  # numpy.ndarray or cupy.ndarray
+# What takes memory, and what to do where it is not there.
+A_STEP = "a training step", 'Take a smaller B, or remat="full"; nb.plan and `nbtrain plan` tell what fits.'
 
 
 class OptState(NamedTuple):
@@ -55,16 +57,25 @@ class OptState(NamedTuple):
     limits: Array | None = None  # (2,) fp32, largest loss and gradient norm that is applied; never saved
 
 
-class Scalar:
-    """One number of a step, on the device until somebody reads it: float(x), int(x), bool(x), x.item(),
-    numpy.asarray(x)."""
+class Scalar(np.lib.mixins.NDArrayOperatorsMixin):
+    """One number of a step, on the device until somebody uses it: float(x), x.item(), numpy.asarray(x),
+    2 * x, x < 3, round(x, 2) wait for the device.
 
-    shape, ndim = (), 0
+    It is used as a 0-d NumPy array of its dtype that nobody can write: arithmetic gives NumPy's numbers. Like
+    an array it has no hash.
+    """
 
-    def __init__(self, metrics, field: str):
+    shape, ndim, size = (), 0, 1
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, metrics: "Metrics", field: str):
         self._metrics, self._field = metrics, field
 
-    def item(self):
+    @property
+    def dtype(self) -> np.dtype:
+        return Metrics.FIELDS[self._field]
+
+    def item(self) -> float | int | bool:
         return self._metrics.read()[self._field]
 
     def __float__(self) -> float:
@@ -76,8 +87,17 @@ class Scalar:
     def __bool__(self) -> bool:
         return bool(self.item())
 
+    def __round__(self, digits: int | None = None) -> float | int:
+        return round(self.item(), digits)
+
     def __array__(self, dtype=None, copy=None):
-        return np.array(self.item(), dtype)
+        return np.array(self.item(), self.dtype if dtype is None else dtype)
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=(), **options):
+        if out and not any(isinstance(x, Scalar) for x in out):  # `x += 1` makes x another number
+            options["out"] = out
+        numbers = (np.asarray(x)[()] if isinstance(x, Scalar) else x for x in inputs)
+        return getattr(ufunc, method)(*numbers, **options)
 
     def __format__(self, form: str) -> str:
         return format(self.item(), form)
@@ -90,7 +110,11 @@ class Metrics:
     """What a step reports. Nothing waits for the device until a field is read; then an id outside the
     vocabulary, found by the device, raises InvalidValue (the update was not applied)."""
 
-    FIELDS = ("loss", "grad_norm", "lr", "loss_scale", "skipped", "n_targets")
+    FIELDS = {
+        **dict.fromkeys(("loss", "grad_norm", "lr", "loss_scale"), np.dtype(np.float32)),
+        "skipped": np.dtype(bool),
+        "n_targets": np.dtype(np.int64),  # sums over steps pass 2**31
+    }
 
     loss: Scalar  # fp32, mean nats per counted target, unscaled
     grad_norm: Scalar  # fp32, before clipping, unscaled
@@ -100,19 +124,22 @@ class Metrics:
     n_targets: Scalar  # int
 
     def __init__(self, values, counts, batch: Batch):
-        self._values, self._counts, self._batch = values, counts, batch
-        self._host: dict | None = None
-        for field in self.FIELDS:
-            setattr(self, field, Scalar(self, field))
+        # None once it has been read, so that a number that is kept does not keep the batch.
+        self.on_device: tuple | None = (values, counts, batch)
+        self._host: dict = {}
+
+    def __getattr__(self, field: str) -> Scalar:
+        # Made when asked for: a Scalar that hung here would be a cycle, and keep the batch until it is found.
+        if field not in Metrics.FIELDS:
+            raise AttributeError(f"metrics have {', '.join(Metrics.FIELDS)}; got {field!r}.")
+        return Scalar(self, field)
 
     def read(self) -> dict[str, float | int | bool]:
         """Every field as a Python number; waits for the device."""
-        if self._host is None:
-            values, counts = to_host(self._values), to_host(self._counts)
-            for name, array, at in (
-                ("tokens", self._batch.tokens, counts[1]),
-                ("targets", self._batch.targets, counts[2]),
-            ):
+        on_device = self.on_device
+        if on_device is not None:
+            (values, counts), batch = map(to_host, on_device[:2]), on_device[2]
+            for name, array, at in zip(("tokens", "targets"), batch, counts[1:], strict=False):
                 if at >= 0:
                     where = tuple(int(i) for i in np.unravel_index(int(at), array.shape))
                     raise InvalidValue(
@@ -122,6 +149,7 @@ class Metrics:
                     )
             numbers = map(float, values[:4])
             self._host = dict(zip(self.FIELDS, (*numbers, bool(values[4]), int(counts[0])), strict=True))
+            self.on_device = None
         return self._host
 
     def __repr__(self) -> str:
@@ -141,7 +169,8 @@ def init(
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
         raise InvalidValue(f"seed must be an int in 0 … 2**64 - 1; got {seed!r}.")
     place, storage = choose(dtype, device)
-    with use(place):
+    advice = "Take a smaller model; nb.plan and `nbtrain plan` tell what a model takes."
+    with use(place), enough_memory("a new model", advice):
         params, master = init_params(config, seed, storage, place)
         return params, init_opt_state(params, master, seed)
 
@@ -197,22 +226,17 @@ class TrainStep:
         return self._grads is not None
 
     def __call__(self, params: Tree, opt_state: OptState, batch: Batch) -> tuple[Tree, OptState, Metrics]:
-        fresh = Tree(params.layout, array_module(params.buffer).empty_like(params.buffer))
-        master, m, v = (
-            Tree(t.layout, array_module(t.buffer).empty_like(t.buffer))
-            for t in (opt_state.master, opt_state.m, opt_state.v)
-        )
-        if params.dtype == np.float32:
-            master = fresh
-        return self.run(params, opt_state, batch, (fresh, master, m, v))
-
-    def run(self, params: Tree, opt_state: OptState, batch: Batch, out: tuple[Tree, Tree, Tree, Tree]):
-        """The step, with the new params, master, m and v written to `out`: fresh trees, or the given ones
-        themselves."""
+        check_state(params, opt_state)
         device = device_of(params.buffer)
-        batch = self._place(params, opt_state, batch, device)
-        with use(device):
-            return self._run(params, opt_state, batch, out)
+        with use(device), enough_memory(*A_STEP):
+            batch = self._place(params, batch)
+            fresh, master, m, v = (
+                Tree(t.layout, array_module(t.buffer).empty_like(t.buffer))
+                for t in (params, opt_state.master, opt_state.m, opt_state.v)
+            )
+            if params.dtype == np.float32:
+                master = fresh
+            return self._run(params, opt_state, batch, (fresh, master, m, v))
 
     def _scaling(self, params) -> LossScaling:
         return LossScaling.of(self.config.loss_scale, params.dtype, self.config.growth_interval)
@@ -225,8 +249,9 @@ class TrainStep:
         memory = params.layout, params.dtype, device_of(params.buffer)
         if memory != self._memory:
             self._compile_ahead(params, batch.tokens.shape)
-            self._memory, self._grads, self._sums = memory, params.like(), None
-            self._decay = to_device(params.layout.decay_flags(), device_of(params.buffer))
+            decay = to_device(params.layout.decay_flags(), device_of(params.buffer))
+            # Together, so that a step without enough memory leaves nothing half made.
+            self._grads, self._sums, self._decay, self._memory = params.like(), None, decay, memory
         grads, sums = self._grads, None
         if A > 1:
             if self._sums is None:
@@ -281,25 +306,31 @@ class TrainStep:
         new_state = OptState(step, updates, master, m, v, scale, state.seed, state.limits)
         return new_params, new_state, Metrics(values, counts, batch)
 
-    def _place(self, params, state, batch, device) -> Batch:
-        """The batch on `device`, validated where the host holds it."""
-        check_state(params, state)
-        _check_layout(params, self.layout)
-        if not isinstance(batch, Batch):
-            raise InvalidType(
-                f"train_step expects a Batch; got {type(batch).__name__}. Batch.of(tokens, targets) makes it."
-            )
-        where = {device_of(x) for x in batch}
-        if where == {device}:
-            if device == "cpu":
-                check_batch(batch, self.vocab_size or 2**31 - 1)
-            return batch
-        if where != {"cpu"}:
-            raise InvalidType(
-                f"params are on {device}, the batch is on {', '.join(sorted(where))}. Move one of them."
-            )
-        check_batch(batch, self.vocab_size or 2**31 - 1)
-        return Batch(*(to_device(x, device) for x in batch))
+    def _place(self, params: Tree, batch: Batch) -> Batch:
+        return _placed("train_step", params, self.layout, batch, self.vocab_size)
+
+
+def _placed(step: str, params: Tree, layout: Layout | None, batch: Batch, vocab_size: int | None) -> Batch:
+    """The batch on the device of `params`, validated where the host holds it; `layout` is what params must
+    have."""
+    if layout is not None and params.layout is not layout and params.layout != layout:
+        raise InvalidValue(
+            f"params have {len(params.layout.leaves)} leaves of {params.n_params:,} elements, the model's "
+            f"config {len(layout.leaves)} of {layout.n_params:,}. Take both from one configuration."
+        )
+    if not isinstance(batch, Batch):
+        raise InvalidType(
+            f"{step} expects a Batch; got {type(batch).__name__}. Batch.of(tokens, targets) makes it."
+        )
+    device, where = device_of(params.buffer), {device_of(x) for x in batch}
+    if where == {device} and device != "cpu":
+        return batch
+    if where != {"cpu"}:
+        raise InvalidType(
+            f"params are on {device}, the batch is on {', '.join(sorted(where))}. Move one of them."
+        )
+    check_batch(batch, vocab_size or 2**31 - 1)
+    return batch if device == "cpu" else Batch(*(to_device(x, device) for x in batch))
 
 
 def check_state(params, state) -> None:
@@ -318,14 +349,6 @@ def check_state(params, state) -> None:
             raise InvalidValue(
                 f"opt_state.{name} has another layout than params. Take both from one nb.init or checkpoint."
             )
-
-
-def _check_layout(params: Tree, layout: Layout | None) -> None:
-    if layout is not None and params.layout is not layout and params.layout != layout:
-        raise InvalidValue(
-            f"params have {len(params.layout.leaves)} leaves of {params.n_params:,} elements, the model's "
-            f"config {len(layout.leaves)} of {layout.n_params:,}. Take both from one configuration."
-        )
 
 
 def make_train_step(model: GPTConfig | Callable, config: TrainConfig | None = None) -> TrainStep:
@@ -376,16 +399,23 @@ def walk(config: GPTConfig, train: TrainConfig, dtype: str, shape, capability) -
 
 def make_eval_step(config: GPTConfig) -> Callable:
     """`eval_step(params, batch) -> (loss_sum, n_targets)`, (1,) arrays on the device: the loss of a batch
-    without dropout."""
+    without dropout.
+
+    An id outside the vocabulary raises InvalidValue where the host holds the batch. Where it lies on a GPU,
+    nothing waits, and loss_sum is nan.
+    """
+    if not isinstance(config, GPTConfig):
+        raise InvalidType(f"make_eval_step expects a GPTConfig; got {type(config).__name__}.")
     model, layout = GPT(config, "full"), Layout.of(config.leaves())
 
     def eval_step(params: Tree, batch: Batch):
-        _check_layout(params, layout)
-        device = device_of(params.buffer)
-        if {device_of(x) for x in batch} == {"cpu"}:
-            check_batch(batch, config.vocab_size)
-            batch = Batch(*(to_device(x, device) for x in batch))
-        with use(device):
+        if not isinstance(params, Tree):
+            raise InvalidType(
+                f"eval_step expects (params: Tree, batch); got {type(params).__name__}. nb.init(config) makes"
+                " params."
+            )
+        with use(device_of(params.buffer)), enough_memory("an evaluation", "Take a smaller B."):
+            batch = _placed("eval_step", params, layout, batch, config.vocab_size)
             xp = array_module(params.buffer)
             counts, _ = batch_check(
                 batch.tokens, batch.targets, xp.ones(1, np.float32), vocab_size=config.vocab_size
@@ -395,6 +425,6 @@ def make_eval_step(config: GPTConfig) -> Callable:
                 losses[a : a + 1] = model.eval_loss(
                     params, Batch(batch.tokens[a], batch.targets[a], batch.order[a])
                 )
-            return sum_losses(losses), counts[:1]
+            return nan_if_bad(sum_losses(losses), counts), counts[:1]
 
     return eval_step

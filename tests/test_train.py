@@ -1,4 +1,7 @@
 import contextlib
+import gc
+import weakref
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -8,7 +11,7 @@ from nbtrain.batch import Batch
 from nbtrain.config import GPTConfig, TrainConfig
 from nbtrain.device.outline import Outline
 from nbtrain.device.place import to_device, to_host
-from nbtrain.errors import InvalidType, InvalidValue
+from nbtrain.errors import InvalidType, InvalidValue, Unavailable
 from nbtrain.modes import donate
 from nbtrain.train import init, init_opt_state, make_eval_step, make_train_step
 from nbtrain.tree import Layout, Tree
@@ -251,10 +254,52 @@ def test_the_evaluation_step_gives_the_training_loss():
     assert int(n[0]) == int(metrics.n_targets) == 29
 
 
+def test_the_evaluation_step_checks_as_the_training_step_does():
+    params, state = init(TINY, 0, "fp32", "cpu")
+    batch, step = batch_of(TINY), make_eval_step(TINY)
+    for wrong in (tuple(batch), batch.tokens, None):
+        with pytest.raises(InvalidType, match=r"eval_step expects a Batch; got .* Batch\.of"):
+            step(params, wrong)
+    for wrong in (params.buffer, (params, state), None):
+        with pytest.raises(InvalidType, match=r"eval_step expects \(params: Tree, batch\)"):
+            step(wrong, batch)
+    with pytest.raises(InvalidType, match="order is list"):
+        step(params, batch._replace(order=batch.order.tolist()))
+    with pytest.raises(InvalidType, match="expects a GPTConfig; got NoneType"):
+        make_eval_step(None)
+    batch.targets[0, 1, 2] = 11
+    with pytest.raises(InvalidValue, match=r"targets\[0, 1, 2\] = 11"):
+        step(params, batch)
+
+
+@pytest.mark.parametrize("counts", [(5, 3, -1), (5, -1, 0)])
+def test_a_bad_id_that_the_device_found_makes_the_evaluated_loss_nan(monkeypatch, counts):
+    from nbtrain import train
+
+    found = np.array(counts, np.int32)
+    monkeypatch.setattr(train, "batch_check", lambda *args, **options: (found, None))
+    params, _ = init(TINY, 0, "fp32", "cpu")
+    loss_sum, n = make_eval_step(TINY)(params, batch_of(TINY))
+    assert loss_sum.shape == (1,) and np.isnan(loss_sum[0]) and n.tolist() == [5]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tokens", "targets"])
+def test_a_bad_id_on_the_device_makes_the_evaluated_loss_nan(name):
+    params, _ = init(TINY, 0, "fp32", "cuda:0")
+    step, bad = make_eval_step(TINY), batch_of(TINY, device="cuda:0")
+    getattr(bad, name)[0, 1, 2] = 65_000
+    assert np.isnan(float(step(params, bad)[0][0]))
+    assert np.isfinite(float(step(params, batch_of(TINY, device="cuda:0"))[0][0]))
+
+
 def test_wrong_arguments_say_what_was_expected():
     params, state = init(TINY, 0, "fp32", "cpu")
-    with pytest.raises(InvalidType, match="Batch.of"):
+    with pytest.raises(InvalidType, match="train_step expects a Batch"):
         make_train_step(TINY)(params, state, batch_of(TINY).tokens)
+    for use in (make_train_step(TINY), donate(make_train_step(TINY))):
+        with pytest.raises(InvalidType, match="got ndarray, OptState"):
+            use(params.buffer, state, batch_of(TINY))
     with pytest.raises(InvalidType, match="GPTConfig or a function"):
         make_train_step("gpt2")
     with pytest.raises(InvalidValue, match="remat"):
@@ -279,6 +324,129 @@ def test_an_error_inside_a_donated_step_loses_nothing():
         step(params, state, long)
     assert all(np.array_equal(x, y) for x, y in zip(before, state_arrays(params, state), strict=True))
     step(params, state, batch_of(TINY))
+
+
+def take_too_much():
+    return np.empty(1 << 50, np.uint8)  # more than a process can address
+
+
+@pytest.mark.parametrize("mode", [lambda step: step, donate])
+def test_a_step_without_enough_memory_says_what_to_do_and_loses_nothing(monkeypatch, mode):
+    """Each array in turn is the one that there is no memory for; then there is, and the step is the same."""
+    from nbtrain import train
+
+    batch, config = batch_of(TINY, A=2), TrainConfig(lr=1e-2)
+    want = make_train_step(TINY, config)(*init(TINY, 0, "bf16", "cpu"), batch)
+    places = ("decay_flags", "like", "batch_check", "global_norm", "control")
+    for place in places:
+        params, state = init(TINY, 0, "bf16", "cpu")
+        before = state_arrays(params, state)
+        step = mode(make_train_step(TINY, config))
+        with monkeypatch.context() as patch:
+            owner = {"decay_flags": Layout, "like": Tree}.get(place, train)
+            patch.setattr(owner, place, lambda *args, **options: take_too_much())
+            with pytest.raises(Unavailable, match=r"1\.00 PiB.* Take a smaller B, or remat=.full.; nb\.plan"):
+                step(params, state, batch)
+        assert all(np.array_equal(x, y) for x, y in zip(before, state_arrays(params, state), strict=True))
+        *got, metrics = step(params, state, batch)
+        assert same(got, want[:2]) and metrics.read() == want[2].read(), place
+
+
+def test_a_model_without_enough_memory_says_what_to_do():
+    policy = Path("/proc/sys/vm/overcommit_memory")
+    if policy.exists() and policy.read_text().strip() == "1":
+        pytest.skip("this system promises memory that it does not have")
+    with pytest.raises(
+        Unavailable, match="a new model takes more memory than is free.* Take a smaller model"
+    ):
+        init(GPTConfig(n_layer=1000, n_embd=32768, n_head=4), 0, "fp32", "cpu")
+
+
+def test_an_evaluation_without_enough_memory_says_what_to_do(monkeypatch):
+    from nbtrain import train
+
+    params, _ = init(TINY, 0, "fp32", "cpu")
+    monkeypatch.setattr(train, "sum_losses", lambda losses: take_too_much())
+    with pytest.raises(Unavailable, match="an evaluation takes more memory than is free.* smaller B"):
+        make_eval_step(TINY)(params, batch_of(TINY))
+
+
+def test_metrics_are_used_as_arrays_of_their_dtype():
+    params, state = init(TINY, 0, "fp32", "cpu")
+    *_, metrics = make_train_step(TINY)(params, state, batch_of(TINY))
+    loss, n = np.float32(metrics.loss.item()), metrics.n_targets
+    assert n.item() == 16 and 1 < loss < 10
+    for got, want in (
+        (metrics.loss * 2, loss * 2),
+        (1.0 + metrics.loss, np.float32(1) + loss),
+        (-metrics.loss, -loss),
+        (metrics.loss / metrics.n_targets, loss / np.int64(16)),
+        (np.log(metrics.loss), np.log(loss)),
+        (sum([metrics.loss, metrics.loss]), loss + loss),
+        (n // 3, np.int64(5)),
+        (~metrics.skipped, np.True_),
+        (metrics.loss < 3, loss < 3),
+        (metrics.loss == loss, np.True_),
+        (metrics.loss != loss, np.False_),
+        (3 > metrics.loss, loss < 3),
+    ):
+        assert got == want and got.dtype == want.dtype
+    for field, dtype in (("loss", "f4"), ("grad_norm", "f4"), ("skipped", "?"), ("n_targets", "i8")):
+        scalar = getattr(metrics, field)
+        assert scalar.dtype == np.asarray(scalar).dtype == dtype and np.asarray(scalar).shape == ()
+    assert np.array([metrics.loss, metrics.grad_norm]).dtype == np.float32
+    assert np.asarray(metrics.loss, np.float64).dtype == np.float64
+    assert (round(metrics.loss, 1), round(n)) == (round(float(loss), 1), 16)
+    assert f"{metrics.loss:.3f} {n}" == f"{float(loss):.3f} 16"
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(metrics.loss)
+    with pytest.raises(AttributeError, match="metrics have loss, grad_norm"):
+        metrics.los  # noqa: B018
+
+
+def test_adding_to_a_metric_makes_another_number():
+    params, state = init(TINY, 0, "fp32", "cpu")
+    *_, metrics = make_train_step(TINY)(params, state, batch_of(TINY))
+    loss, total = metrics.loss.item(), metrics.loss
+    total += metrics.loss
+    assert total == np.float32(2 * loss) and metrics.loss.item() == loss
+    sums = np.zeros(2, np.float32)
+    before = sums
+    sums += metrics.loss
+    assert before is sums and sums.tolist() == [loss, loss]
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_metric_that_is_kept_does_not_keep_the_batch(read):
+    params, state = init(TINY, 0, "fp32", "cpu")
+    batch = batch_of(TINY)
+    tokens = weakref.ref(batch.tokens)
+    gc.disable()  # what must wait for it is kept too long
+    try:
+        *_, metrics = make_train_step(TINY)(params, state, batch)
+        loss = metrics.loss
+        value = loss.item() if read else None
+        values = weakref.ref(metrics.on_device[0]) if metrics.on_device else None
+        del metrics, batch
+        if read:
+            assert tokens() is None and loss.item() == value
+        else:
+            assert tokens() is not None and values() is not None
+            del loss
+            assert tokens() is None and values() is None
+    finally:
+        gc.enable()
+
+
+def test_a_bad_id_is_told_at_every_read():
+    from nbtrain.train import Metrics
+
+    batch = batch_of(TINY)
+    batch.targets[0, 1, 2] = 65_000
+    metrics = Metrics(np.zeros(8, np.float32), np.array([15, -1, 10], np.int32), batch)
+    for _ in range(2):
+        with pytest.raises(InvalidValue, match=r"targets\[0, 1, 2\] is 65000"):
+            metrics.loss + 1
 
 
 def test_params_of_another_model_are_refused():
@@ -405,12 +573,13 @@ def test_a_capture_that_fails_loses_nothing(captured, monkeypatch):
 
     class Broken:
         def __init__(self, warm_up, work):
-            raise MemoryError
+            warm_up()
+            take_too_much()
 
     params, state = init(TINY, 0, "fp32", "cpu")
     step = captured(make_train_step(TINY))
     monkeypatch.setattr(modes, "Graph", Broken)
-    with pytest.raises(MemoryError):
+    with pytest.raises(Unavailable, match="a training step takes more memory than is free"):
         step(params, state, batch_of(TINY))
     assert np.isfinite(params.buffer).all() and int(state.step[0]) == 0
 

@@ -98,6 +98,17 @@ def use(device: str):
     return cupy.cuda.Device(int(device.partition(":")[2]))
 
 
+@contextlib.contextmanager
+def enough_memory(what: str, advice: str):
+    """A context in which a MemoryError, NumPy's or CuPy's, becomes Unavailable: it says what took the memory,
+    and what to do."""
+    try:
+        yield
+    except MemoryError as error:
+        why = str(error).rstrip(".") or type(error).__name__
+        raise Unavailable(f"{what} takes more memory than is free: {why}. {advice}") from error
+
+
 def to_device(x, device: str):
     """A copy of a NumPy array on `device`; on the CPU the array itself."""
     if device == "cpu":
