@@ -18,7 +18,7 @@ from nbtrain.config import GPTConfig
 from nbtrain.device import array_module, on_gpu
 from nbtrain.device.blas import fuses_bias
 from nbtrain.device.graph import Graph
-from nbtrain.device.place import say_once, to_device, use
+from nbtrain.device.place import enough_memory, say_once, to_device, use
 from nbtrain.device.scratch import Scratch
 from nbtrain.errors import InvalidValue
 from nbtrain.ops.attention import attention_forward
@@ -32,6 +32,8 @@ from nbtrain.tree import Tree, check_params
 
 PREFILL_STEP = 64  # prefilled lengths grow in steps of it, so that few shapes occur
 PREFILL_TOKENS = 16_384  # that are prefilled at once, unless a single sequence has more
+# What takes memory, and what to do where it is not there.
+DECODING = "decoding", "Take fewer sequences at once, or fewer tokens for each."
 
 
 class Decoder:
@@ -51,11 +53,11 @@ class Decoder:
                 raise InvalidValue(f"{name} must be an int in 1 … {most}; got {value!r}.")
         self.config, self.batch_size, self.length = config, batch_size, length
         self.device, self._source = params.device, params.buffer
-        if self.device == "cpu" and params.dtype != np.float32:
-            params = Tree(params.layout, params.buffer.astype(np.float32))
-        self._params = params.alias()  # a step may consume the caller's tree
         self._n = np.zeros(batch_size, np.int64)  # lengths, known on the host
-        with use(self.device):
+        with use(self.device), enough_memory(*DECODING):
+            if self.device == "cpu" and params.dtype != np.float32:
+                params = Tree(params.layout, params.buffer.astype(np.float32))
+            self._params = params.alias()  # a step may consume the caller's tree
             xp = array_module(params.buffer)
             shape = config.n_layer, batch_size, config.n_head, length, config.head_dim
             self._k, self._v = (xp.zeros(shape, params.dtype) for _ in range(2))
@@ -93,7 +95,7 @@ class Decoder:
                     f"a sequence of row 0 … {self.batch_size - 1} has 1 … {self.length} tokens; got "
                     f"{len(ids)} for row {row}."
                 )
-        with use(self.device):
+        with use(self.device), enough_memory(*DECODING):
             begun = ((row, ids[:-1]) for row, ids in zip(rows, sequences, strict=True) if len(ids) > 1)
             work = sorted(begun, key=lambda item: len(item[1]))
             while work:
@@ -118,7 +120,7 @@ class Decoder:
                 f"sequence {row} has all {self.length} tokens that the cache holds. Begin it anew with its "
                 "last ones: start([row], [ids])."
             )
-        with use(self.device):
+        with use(self.device), enough_memory(*DECODING):
             if self._graph is None:
                 logits = self._step()
             else:

@@ -24,7 +24,7 @@ import numpy as np
 
 from nbtrain.batch import IGNORE_INDEX, Batch
 from nbtrain.config import GPTConfig
-from nbtrain.device.place import to_device, to_host, use
+from nbtrain.device.place import enough_memory, to_device, to_host, use
 from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.model import GPT
 from nbtrain.tree import Tree, check_params
@@ -62,7 +62,7 @@ class Scorer(GPT):
         """(B, T) fp32 nats of targets (B, T), host arrays as tokens; 0 where a target is IGNORE_INDEX."""
         check_params(params, self.config.leaves())
         place = params.device
-        with use(place):
+        with use(place), enough_memory("an evaluation", "Take a smaller batch_size."):
             arrays = (to_device(x, place) for x in (tokens, targets, np.zeros(tokens.size, np.int32)))
             self.eval_loss(params, Batch(*arrays))
             return to_host(self._scratch("losses", (tokens.size,), np.float32)).reshape(tokens.shape).copy()

@@ -122,6 +122,16 @@ def test_a_failure_is_one_line_on_stderr_and_exit_code_1(args, message, nb, tmp_
     assert code == 1 and err.startswith("nbtrain: ") and err.count("\n") == 1 and message in err
 
 
+def test_a_lack_of_memory_is_one_line_that_says_what_to_do(nb, monkeypatch):
+    monkeypatch.setattr("nbtrain.prepare.prepare", lambda *args, **options: bytearray(1 << 60))
+    for _ in range(2):
+        code, _, err = nb("prepare", "a.txt")
+        assert code == 1 and err.count("\n") == 1
+        assert err.startswith(
+            "nbtrain: nbtrain prepare takes more memory than is free: MemoryError. `nbtrain plan`"
+        )
+
+
 def test_an_interrupt_outside_the_steps_exits_with_130(nb, monkeypatch):
     def interrupted(*args, **options):
         raise KeyboardInterrupt

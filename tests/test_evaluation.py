@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nbtrain.config import GPTConfig
-from nbtrain.errors import InvalidType, InvalidValue
+from nbtrain.errors import InvalidType, InvalidValue, Unavailable
 from nbtrain.evaluation import (
     MOST_LINE_BYTES,
     Question,
@@ -165,3 +165,12 @@ def test_a_bad_line_is_named(tmp_path, line, message):
 def test_an_empty_file_is_named(tmp_path):
     with pytest.raises(InvalidValue, match=r"q\.jsonl: expected a question on each line"):
         read_questions(_write(tmp_path, b"", b"  "))
+
+
+def test_a_lack_of_memory_says_what_to_do(monkeypatch):
+    params = _params()
+    monkeypatch.setattr(GPT, "eval_loss", lambda *args: np.empty(1 << 50, np.uint8))
+    with pytest.raises(
+        Unavailable, match="an evaluation takes more memory than is free.* smaller batch_size"
+    ):
+        loss_of_tokens(params, CONFIG, np.arange(40, dtype=np.int32))

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import nbtrain
+from nbtrain.device.place import enough_memory
 from nbtrain.errors import NbtrainError
 
 app = typer.Typer(
@@ -41,18 +42,21 @@ class Format(StrEnum):
 
 def command(function):
     """A command of `app` whose failures are one line and an exit code."""
+    name = function.__name__.removesuffix("_")
+    memory = f"nbtrain {name}", "`nbtrain plan` tells what a run takes, before it begins."
 
     @functools.wraps(function)
     def guarded(*args, **options):
         try:
-            return function(*args, **options)
+            with enough_memory(*memory):
+                return function(*args, **options)
         except BrokenPipeError:
             raise  # the reader of our output has left; typer ends quietly
-        except (NbtrainError, OSError, MemoryError) as error:
-            print(f"nbtrain: {error or type(error).__name__}", file=sys.stderr)
+        except (NbtrainError, OSError) as error:
+            print(f"nbtrain: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
 
-    return app.command(function.__name__.removesuffix("_"))(guarded)
+    return app.command(name)(guarded)
 
 
 def _version(asked: bool) -> None:
