@@ -24,23 +24,28 @@ import numpy as np
 from nbtrain.checkpoint_index import (
     FORMAT,
     INDEX,
+    LONGEST,
+    MAX_INDEX_BYTES,
     MODEL,
     OPTIMIZER,
     VERSION,
     check_file,
+    check_index,
     differences,
     digest_of,
+    encoded,
     read_index,
     versions_here,
 )
 from nbtrain.config import GPTConfig, TrainConfig, from_dict
-from nbtrain.device import FLOATS, blas, dtype_name
+from nbtrain.device import FLOATS, blas
 from nbtrain.device.machine import machine
-from nbtrain.device.place import resolve_device, to_device, use
+from nbtrain.device.place import resolve_device, say_once, to_device, use
 from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.files import flush, leftovers, write_folder
 from nbtrain.precision import LossScale
-from nbtrain.tensor_file import Spec, open_tensors, write_tensors
+from nbtrain.tensor_file import Spec, check_specs, open_tensors, spec_of, write_tensors
+from nbtrain.tokenizer import Tokenizer
 from nbtrain.tokenizer import from_dict as tokenizer_from_dict
 from nbtrain.train import OptState
 from nbtrain.tree import Layout, Tree
@@ -48,6 +53,7 @@ from nbtrain.tree import Layout, Tree
 STEPS = "checkpoints"  # in a run's folder: its checkpoints, each in a folder of its step
 STEP = re.compile(r"(step_\d{8,})(\.(tmp|old)-[0-9a-f]{8})?")
 REPLACED = "replaced"  # in that: those that a new run replaces, until it has saved one
+UNWRITTEN = "save cannot write "
 
 
 class Checkpoint(NamedTuple):
@@ -66,18 +72,19 @@ def save(
     directory: str | Path,
     params: Tree,
     opt_state: OptState | None = None,
-    *,
-    config: GPTConfig,
-    train_config: TrainConfig | None = None,
-    tokenizer=None,
     data_state: dict | None = None,
+    *,
+    config: GPTConfig | None = None,
+    train_config: TrainConfig | None = None,
+    tokenizer: Tokenizer | None = None,
     extra: dict | None = None,
 ) -> Path:
     """Writes a checkpoint and returns its folder; one that is there already is replaced once the new one is
     on the disk.
 
-    Without `opt_state` only the weights are saved. `data_state` is what Batches.state() gives; `extra` is a
-    dict of the caller's that JSON can hold.
+    `config` is the one that params were made with, and cannot be left out: a Tree does not know it. Without
+    `opt_state` only the weights are saved. `data_state` is what Batches.state() gives; `extra` is a dict of
+    the caller's that JSON can hold. What `load` would refuse is refused here, before anything is written.
     """
     directory = Path(directory).resolve()
     check_replaceable(directory)
@@ -95,7 +102,19 @@ def save(
 
 
 def describe(params: Tree, opt_state: OptState | None, *, config, train_config, tokenizer, data_state, extra):
-    """checkpoint.json of this state, but for its files: everything that can be wrong with it is said here."""
+    """checkpoint.json of this state, but for its files: everything that can be wrong with it is said here, by
+    the checks that reading makes."""
+    for name, value, kind in (
+        ("config", config, GPTConfig),
+        ("params", params, Tree),
+        ("opt_state", opt_state, OptState | None),
+        ("train_config", train_config, TrainConfig | None),
+        ("tokenizer", tokenizer, Tokenizer | None),
+    ):
+        if not isinstance(value, kind):
+            wanted = kind.__name__ if isinstance(kind, type) else kind
+            hint = " Pass config=, the one that params were made with." if name == "config" else ""
+            raise InvalidType(f"save expects {name} of type {wanted}; got {type(value).__name__}.{hint}")
     layout = Layout.of(config.leaves())
     trees = {"params": params}
     if opt_state is not None:
@@ -106,12 +125,20 @@ def describe(params: Tree, opt_state: OptState | None, *, config, train_config, 
                 f"{name} has {tree.n_params:,} elements in another layout than this config's "
                 f"{layout.n_params:,}. Pass the config that they were made with."
             )
+    of_model, of_state, optional = _specs(layout)
+    weights = _specs_of(params if opt_state is None else opt_state.master)
+    check_specs(weights, of_model, where=UNWRITTEN + MODEL, told_by="config")
+    if opt_state is not None:
+        found = _specs_of(opt_state.m, "m.") | _specs_of(opt_state.v, "v.")
+        found |= {name: spec_of(x) for name, x in _scalars(opt_state).items()}
+        check_specs(found, of_state, optional, where=UNWRITTEN + OPTIMIZER, told_by="config")
     if tokenizer is not None:
         check_tokenizer(tokenizer, config)
+    names = {dtype: name for name, dtype in FLOATS.items()}
     index = {
         "format": FORMAT,
         "version": VERSION,
-        "dtype": dtype_name(params.dtype),
+        "dtype": names.get(params.dtype, str(params.dtype)),
         "config": dataclasses.asdict(config),
         "train_config": train_config and dataclasses.asdict(train_config),
         "tokenizer": tokenizer and tokenizer.to_dict(),
@@ -120,12 +147,22 @@ def describe(params: Tree, opt_state: OptState | None, *, config, train_config, 
         "versions": versions_here(),
         "machine": machine(params.device),
         "gemm_plan": blas.plan(),
-        "files": {},
+        "files": {MODEL: LONGEST} if opt_state is None else {MODEL: LONGEST, OPTIMIZER: LONGEST},
     }
     try:
-        return json.loads(json.dumps(index))  # as it will be read: tuples are lists, keys are str
-    except (TypeError, ValueError) as error:
+        text = encoded(index | {"digest": LONGEST["sha256"]})
+        index = json.loads(text)  # as it will be read: tuples are lists, keys are str
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidType(f"data_state and extra must be what JSON can hold: {error}.") from None
+    if len(text) > MAX_INDEX_BYTES:
+        raise InvalidValue(
+            f"{UNWRITTEN}{INDEX}: expected at most {MAX_INDEX_BYTES:,} bytes, it would have {len(text):,}. "
+            "Keep what is large in extra or data_state in a file of its own."
+        )
+    del index["digest"]
+    check_index(index, UNWRITTEN + INDEX)
+    _configs(UNWRITTEN + INDEX, index)
+    return index
 
 
 def check_tokenizer(tokenizer, config: GPTConfig) -> None:
@@ -147,7 +184,7 @@ def write(directory: Path, index: dict, weights: Tree, opt_state: OptState | Non
             tensors = {f"{tree}.{name}": x for tree in ("m", "v") for name, x in getattr(opt_state, tree)}
             index["files"][OPTIMIZER] = write_tensors(folder / OPTIMIZER, tensors | _scalars(opt_state))
         with open(folder / INDEX, "xb") as file:
-            file.write(json.dumps(index | {"digest": digest_of(index)}, indent=1).encode("ascii"))
+            file.write(encoded(index | {"digest": digest_of(index)}))
             flush(file)
 
     write_folder(directory, fill)
@@ -159,11 +196,17 @@ def load(
     """The checkpoint in `directory`; of a run's folder, the newest good one.
 
     Every byte is checked before any of it is used. `passed_over` is told of each damaged one that the
-    newest good one follows, and why; it prints on stderr where it is None. After a crash while a checkpoint
-    was being replaced, the newest complete one is found.
+    newest good one follows, and why; it prints on stderr where it is None. What device="auto" chose is said
+    once, on stderr. After a crash while a checkpoint was being replaced, the newest complete one is found.
     """
-    place, _ = resolve_device(device)
-    directory = Path(directory).resolve()
+    place, why = resolve_device(device)
+    found = _newest(Path(directory).resolve(), place, passed_over or _print)
+    if device == "auto":
+        say_once(f"device {place}: {why}")
+    return found
+
+
+def _newest(directory: Path, place: str, passed_over: Callable[[str], None]) -> Checkpoint:
     folder = directory / STEPS if (directory / STEPS).is_dir() else directory
     paths = saved_steps(folder)
     if folder != directory and not paths:
@@ -181,7 +224,7 @@ def load(
             paths = saved_steps(folder)  # a run that goes on saves a newer one and removes the oldest
             continue
         for newer in paths[: paths.index(path)]:
-            (passed_over or _print)(f"passed over a damaged checkpoint: {damages[newer]}")
+            passed_over(f"passed over a damaged checkpoint: {damages[newer]}")
         return found
     told = " ".join(damages.values())
     raise InvalidValue(f"none of the {len(damages)} checkpoints in {folder} is good. {told}")
@@ -195,12 +238,11 @@ def _load(path: Path, place: str) -> Checkpoint:
     index = read_index(path)
     for name, expected in index["files"].items():
         check_file(path / name, expected)
-    config = _config(path, GPTConfig, index["config"])
+    config, train_config = _configs(path / INDEX, index)
     layout = Layout.of(config.leaves())
     dtype = FLOATS[index["dtype"]]
     with use(place):
-        leaves = {leaf.name: (leaf.shape, "F32") for leaf in layout.leaves}
-        with open_tensors(path / MODEL, leaves, told_by=INDEX) as tensors:
+        with open_tensors(path / MODEL, _specs(layout)[0], told_by=INDEX) as tensors:
             master = _read_tree(layout, tensors, "")
         with np.errstate(
             over="ignore"
@@ -217,7 +259,7 @@ def _load(path: Path, place: str) -> Checkpoint:
         opt_state,
         _tokenizer(path, index["tokenizer"], config),
         index["data_state"],
-        index["train_config"] and _config(path, TrainConfig, index["train_config"]),
+        train_config,
         {
             "path": path,
             "dtype": index["dtype"],
@@ -306,11 +348,14 @@ def _find(directory: Path) -> Path:
     raise InvalidValue(f"there is no checkpoint at {directory}.{found}")
 
 
-def _config(path: Path, kind, values: dict):
+def _configs(where: str | Path, index: dict) -> tuple[GPTConfig, TrainConfig | None]:
+    """The configurations in a checkpoint.json."""
+    of_step = index["train_config"]
     try:
-        return from_dict(kind, values)
+        config = from_dict(GPTConfig, index["config"])
+        return config, None if of_step is None else from_dict(TrainConfig, of_step)
     except (InvalidValue, InvalidType) as error:
-        raise InvalidValue(f"{path / INDEX}: {error}") from None
+        raise InvalidValue(f"{where}: {error}") from None
 
 
 def _tokenizer(path: Path, values: dict | None, config: GPTConfig):
@@ -335,6 +380,26 @@ def _read_tree(layout: Layout, tensors, prefix: str) -> Tree:
     return tree
 
 
+def _specs(layout: Layout) -> tuple[dict[str, Spec], dict[str, Spec], dict[str, Spec]]:
+    """What the file of the weights must hold, and that of the state; what the latter may hold."""
+    weights: dict[str, Spec] = {leaf.name: (leaf.shape, "F32") for leaf in layout.leaves}
+    scalars: dict[str, Spec] = {
+        "step": ((1,), "I32"),
+        "updates": ((1,), "I32"),
+        "loss_scale": ((1,), "F32"),
+        "good_steps": ((1,), "I32"),
+        "seed": ((2,), "U32"),
+    }
+    moments = {f"{tree}.{name}": spec for tree in ("m", "v") for name, spec in weights.items()}
+    return weights, moments | scalars, {"limits": ((2,), "F32")}
+
+
+def _specs_of(tree: Tree, prefix: str = "") -> dict[str, Spec]:
+    """What its leaves are; without a view of each, which the steps would wait for."""
+    _, dtype = spec_of(tree.buffer)
+    return {prefix + leaf.name: (leaf.shape, dtype) for leaf in tree.layout.leaves}
+
+
 def _scalars(opt_state: OptState) -> dict:
     limits = {} if opt_state.limits is None else {"limits": opt_state.limits}
     return limits | {
@@ -347,20 +412,12 @@ def _scalars(opt_state: OptState) -> dict:
 
 
 def _read_opt_state(file: Path, layout: Layout, master: Tree, place: str) -> OptState:
-    leaves = {f"{tree}.{leaf.name}": (leaf.shape, "F32") for tree in ("m", "v") for leaf in layout.leaves}
-    scalars = {
-        "step": ((1,), "I32"),
-        "updates": ((1,), "I32"),
-        "loss_scale": ((1,), "F32"),
-        "good_steps": ((1,), "I32"),
-        "seed": ((2,), "U32"),
-    }
-    optional: dict[str, Spec] = {"limits": ((2,), "F32")}
-    with open_tensors(file, leaves | scalars, optional, told_by=INDEX) as tensors:
+    _, expected, optional = _specs(layout)
+    with open_tensors(file, expected, optional, told_by=INDEX) as tensors:
         m, v = (
             Tree(layout, to_device(_read_tree(layout, tensors, f"{t}.").buffer, place)) for t in ("m", "v")
         )
-        names = set(tensors.keys()) - set(leaves)
+        names = {name for name in tensors.keys() if not name.startswith(("m.", "v."))}
         at = {name: to_device(tensors.get_tensor(name), place) for name in names}
     scale = LossScale(at["loss_scale"], at["good_steps"])
     return OptState(at["step"], at["updates"], master, m, v, scale, at["seed"], at.get("limits"))

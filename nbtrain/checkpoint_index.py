@@ -11,18 +11,21 @@ from pathlib import Path
 import nbtrain
 from nbtrain.device import FLOATS, blas
 from nbtrain.device.machine import machine
-from nbtrain.errors import InvalidValue
+from nbtrain.errors import InvalidType, InvalidValue
 
 VERSION = 1
 FORMAT = "nbtrain checkpoint"
 MODEL, OPTIMIZER, INDEX = "model.safetensors", "optimizer.safetensors", "checkpoint.json"
 MAX_INDEX_BYTES = 2**26  # the largest tokenizer is a quarter of it
+LONGEST = {"bytes": 2**63, "sha256": "0" * 64}  # what is told of a file, before it is written
 LIBRARIES = ("numpy", "numba", "llvmlite", "scipy", "ml-dtypes", "safetensors")
 GPU_LIBRARIES = (
     "numba-cuda", "numba-hip", "nvmath-python", "cupy-cuda13x", "cupy-cuda12x", "cupy-rocm-7-0",
     "nvidia-cublas", "nvidia-cublas-cu12",
 )  # fmt: skip
 NO_BITS = {"python", "safetensors"}  # no result depends on their versions
+FIELDS = dict(dtype=str, config=dict, versions=dict, machine=dict, gemm_plan=dict, files=dict)
+OR_NONE = dict.fromkeys(("train_config", "tokenizer", "data_state", "extra"), dict)
 
 
 @functools.cache  # looking them up takes as long as copying a small model
@@ -42,8 +45,39 @@ def digest_of(index: dict) -> str:
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode("ascii")).hexdigest()
 
 
+def encoded(index: dict) -> bytes:
+    """checkpoint.json's bytes."""
+    return json.dumps(index, indent=1).encode("ascii")
+
+
+def check_index(index: dict, where: str | Path) -> None:
+    """Raises unless every field of `save` is there, and has its type: before it is written, and when it was
+    read."""
+    for field, kind in (FIELDS | OR_NONE).items():
+        value = index.get(field)
+        if not isinstance(value, kind) and (field not in OR_NONE or field not in index or value is not None):
+            wanted = f"a {kind.__name__}" + " or None" * (field in OR_NONE)
+            got = type(value).__name__ if field in index else "nothing"
+            raise InvalidType(f"{where}: {field!r} must be {wanted}; got {got}.")
+    if index["dtype"] not in FLOATS:
+        raise InvalidValue(f"{where}: dtype must be one of {', '.join(FLOATS)}; got {index['dtype'][:40]!r}.")
+    # Names are compared, never followed: no path in the file leads anywhere.
+    if set(index["files"]) not in ({MODEL}, {MODEL, OPTIMIZER}):
+        raise InvalidValue(
+            f"{where}: expected the files {MODEL} and perhaps {OPTIMIZER}; got "
+            f"{str(sorted(index['files']))[:200]}."
+        )
+    for name, expected in index["files"].items():
+        if (
+            not isinstance(expected, dict)
+            or not isinstance(expected.get("bytes"), int)
+            or not isinstance(expected.get("sha256"), str)
+        ):
+            raise InvalidValue(f"{where}: expected bytes and sha256 of {name}; got {_short(expected)}.")
+
+
 def read_index(path: Path) -> dict:
-    """checkpoint.json, its form checked: every field of `save` is there, and has its type."""
+    """checkpoint.json, its form checked."""
     file = path / INDEX
     if not file.is_file():
         raise InvalidValue(f"{file} is missing.")
@@ -60,35 +94,16 @@ def read_index(path: Path) -> dict:
         )
     if index.get("version") != VERSION:
         raise InvalidValue(
-            f"{file} has format version {str(index.get('version'))[:40]}; this nbtrain reads version "
+            f"{file} has format version {_short(index.get('version'))}; this nbtrain reads version "
             f"{VERSION}. Update nbtrain."
         )
     digest = index.pop("digest", None)
     if digest != digest_of(index):
         raise InvalidValue(f"{file} is damaged: its digest does not belong to its content.")
-    types = {
-        "dtype": str, "config": dict, "train_config": dict | None, "tokenizer": dict | None,
-        "data_state": dict | None, "extra": dict | None, "versions": dict, "machine": dict,
-        "gemm_plan": dict, "files": dict,
-    }  # fmt: skip
-    for field, kind in types.items():
-        if field not in index or not isinstance(index[field], kind):
-            raise InvalidValue(f"{file}: {field!r} is missing or of the wrong type.")
-    if index["dtype"] not in FLOATS:
-        raise InvalidValue(f"{file}: dtype must be one of {', '.join(FLOATS)}; got {index['dtype'][:40]!r}.")
-    # Names are compared, never followed: no path in the file leads anywhere.
-    if set(index["files"]) not in ({MODEL}, {MODEL, OPTIMIZER}):
-        raise InvalidValue(
-            f"{file}: expected the files {MODEL} and perhaps {OPTIMIZER}; got "
-            f"{str(sorted(index['files']))[:200]}."
-        )
-    for name, expected in index["files"].items():
-        if (
-            not isinstance(expected, dict)
-            or not isinstance(expected.get("bytes"), int)
-            or "sha256" not in expected
-        ):
-            raise InvalidValue(f"{file}: expected bytes and sha256 of {name}; got {str(expected)[:200]}.")
+    try:
+        check_index(index, file)
+    except InvalidType as error:
+        raise InvalidValue(str(error)) from None
     return index
 
 
@@ -107,7 +122,8 @@ def check_file(file: Path, expected: dict) -> None:
     if digest != expected["sha256"]:
         raise InvalidValue(
             f"{file} is damaged: its {n_bytes} bytes are there, but not those that were saved (SHA-256 "
-            f"{digest[:16]}…, expected {str(expected['sha256'])[:16]}…). Take another copy of the checkpoint."
+            f"{digest[:16]}…, expected {_short(expected['sha256'][:16])}…). Take another copy of the "
+            "checkpoint."
         )
 
 
@@ -122,7 +138,8 @@ def differences(path: Path, index: dict, place: str) -> list[str]:
         for name in sorted(there.keys() | here.keys()):
             a, b = _short(there.get(name)), _short(here.get(name))
             if there.get(name) != here.get(name):
-                found.append(f"other {name}" if a == b or len(a + b) > 80 else f"{name} {a}, here {b}")
+                what = _short(name)
+                found.append(f"other {what}" if a == b or len(a + b) > 80 else f"{what} {a}, here {b}")
     versions = versions_here()
     for name in sorted((index["versions"].keys() | versions.keys()) - NO_BITS):
         a, b = index["versions"].get(name, "none"), versions.get(name, "none")
@@ -134,10 +151,16 @@ def differences(path: Path, index: dict, place: str) -> list[str]:
         except InvalidValue as error:
             raise InvalidValue(f"{path / INDEX}: {error}") from None
         if reason is not None:
-            found.append(reason)
+            found.append(_escaped(reason))
     return found
 
 
 def _short(value) -> str:
+    """A value of the file, as a message may hold it."""
     text = str(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
+    return _escaped(text if len(text) <= 60 else f"{text[:60]}…")
+
+
+def _escaped(text: str) -> str:
+    """`text` with nothing in it that a terminal would obey."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

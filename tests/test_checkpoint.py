@@ -12,10 +12,13 @@ from safetensors.numpy import load_file, save_file
 
 from nbtrain.checkpoint import INDEX, MODEL, OPTIMIZER, load, save
 from nbtrain.checkpoint_index import digest_of
+from nbtrain.checkpoints import Checkpoints
 from nbtrain.config import GPTConfig, TrainConfig
 from nbtrain.device import FLOATS
+from nbtrain.device.place import resolve_device
 from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.precision import LossScale
+from nbtrain.tensor_file import open_tensors, write_tensors
 from nbtrain.tokenizer import CharTokenizer
 from nbtrain.train import OptState
 from nbtrain.tree import Layout, Tree
@@ -259,6 +262,62 @@ def test_foreign_tensors_are_named(tmp_path):
         load(folder, device="cpu")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(version="\x1b[31m"),
+        dict(dtype="\x1b[31m"),
+        dict(files={"\x1b[31m": 1}),
+        dict(files={MODEL: "\x1b[31m"}),
+        dict(files={MODEL: {"bytes": 1, "sha256": {"\x1b[31m": 1}}}),
+        dict(config={"\x1b[31m": 1}),
+        dict(train_config={"remat": "\x1b[31m"}),
+        dict(tokenizer={"kind": "\x1b[31m"}),
+    ],
+)
+def test_what_a_terminal_would_obey_is_not_told(changes, tmp_path):
+    folder = _saved(tmp_path / "a")
+    _edit(folder, **changes)
+    with pytest.raises(InvalidValue) as error:
+        load(folder, device="cpu")
+    assert "\x1b" not in str(error.value)
+
+
+def test_nothing_of_the_tensor_files_and_the_machine_is_obeyed_by_a_terminal(tmp_path):
+    folder = _saved(tmp_path / "a")
+    index = json.loads((folder / INDEX).read_text())
+    evil = "\x1b]0;a\x07\u202e\n"
+    _edit(
+        folder, machine=index["machine"] | {evil: evil, "cores": evil}, versions={evil: evil, "numpy": evil}
+    )
+    differs = load(folder, device="cpu").meta["differs"]
+    assert sum("\\x1b]0;a\\x07\\u202e\\n" in text for text in differs) == 4
+    assert all(text.isprintable() for text in differs)
+    _edit(folder, machine={"device": evil})
+    assert load(folder, device="cpu").meta["differs"][0].isprintable()
+    files = index["files"]
+    _edit(folder, files=files | {MODEL: files[MODEL] | {"sha256": evil}})
+    with pytest.raises(InvalidValue, match="not those that were saved") as error:
+        load(folder, device="cpu")
+    assert str(error.value).isprintable()
+    head = json.dumps({evil: {"dtype": evil, "shape": [1], "data_offsets": [0, 4]}}).encode()
+    _replace(folder, MODEL, len(head).to_bytes(8, "little") + head + bytes(4))
+    with pytest.raises(InvalidValue, match="is no safetensors file") as error:
+        load(folder, device="cpu")
+    assert str(error.value).isprintable()
+
+
+def test_the_device_that_auto_chose_is_said_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("nbtrain.device.place._said", set())
+    folder = _saved(tmp_path / "a")
+    load(folder, device="cpu")
+    assert capsys.readouterr() == ("", "")
+    place, why = resolve_device("auto")
+    for said in (f"nbtrain: device {place}: {why}\n", ""):
+        assert load(folder).params.device == place
+        assert capsys.readouterr() == ("", said)
+
+
 class _Evil:
     def __reduce__(self):
         return os.mkdir, (os.environ["NBTRAIN_TEST_EVIL"],)
@@ -304,6 +363,115 @@ def test_what_cannot_be_saved_is_refused_before_a_file_is_written(tmp_path):
     with pytest.raises(InvalidType, match="JSON"):
         save(tmp_path / "a", params, opt_state, config=CONFIG, extra={"x": object()})
     assert not any(tmp_path.iterdir())
+
+
+def _wrong(name):
+    """Arguments of save that differ from good ones in one thing; and what the error says."""
+    params, state = _state(seed=1)
+
+    def as_(tree, dtype):
+        return Tree(tree.layout, tree.buffer.astype(dtype))
+
+    scale, told = state.loss_scale, dict(config=CONFIG)
+    return {
+        "extra": ((params, state), told | dict(extra=[1]), "'extra' must be a dict or None; got list"),
+        "text": ((params, state), told | dict(extra="x"), "'extra' must be a dict or None; got str"),
+        "data_state": ((params, state, [1]), told, "'data_state' must be a dict or None; got list"),
+        "deep": ((params, state), told | dict(extra={"x": _nested(3000)}), "JSON can hold"),
+        "config": ((params, state, {}), {}, "config of type GPTConfig; got NoneType. Pass config="),
+        "no config": ((params, state), dict(config=TrainConfig()), "config of type GPTConfig; got TrainC"),
+        "train_config": ((params,), told | dict(train_config=CONFIG), "train_config of type .*; got GPTC"),
+        "tokenizer": ((params,), told | dict(tokenizer="abc"), "tokenizer of type .*; got str"),
+        "params": ((params.buffer,), told, "params of type Tree; got ndarray"),
+        "opt_state": ((params, {"step": 1}), told, "opt_state of type .*OptState . None; got dict"),
+        "int64": (
+            (params, state._replace(step=np.array([3]))),
+            told,
+            r"step must be I32 \(1,\); it is int64",
+        ),
+        "0-d": ((params, state._replace(step=np.array(3, np.int32))), told, r"step must be .*it is I32 \(\)"),
+        "int": ((params, state._replace(updates=3)), told, r"updates must be I32 \(1,\); it is int \(\)"),
+        "seed": ((params, state._replace(seed=state.seed[:1])), told, r"seed must be U32 \(2,\); it is U32"),
+        "limits": ((params, state._replace(limits=np.ones(3, np.float32))), told, r"limits must be F32 \(2,"),
+        "scale": (
+            (params, state._replace(loss_scale=scale._replace(value=np.ones(1)))),
+            told,
+            "loss_scale must be F32 .* it is float64",
+        ),
+        "weights": ((as_(params, np.float64),), told, "wte must be F32 .* it is float64"),
+        "dtype": ((as_(params, np.float64), state), told, "dtype must be one of .*; got 'float64'"),
+        "master": (
+            (params, state._replace(master=as_(params, np.int32))),
+            told,
+            "wte must be F32 .* it is I32",
+        ),
+        "moment": ((params, state._replace(v=as_(params, np.float64))), told, "v.wte must be F32 .* float64"),
+    }[name]
+
+
+def _nested(depth):
+    found = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    "extra,text,data_state,deep,config,no config,train_config,tokenizer,params,opt_state,int64,0-d,int,seed,"
+    "limits,scale,weights,dtype,master,moment".split(","),
+)
+def test_what_load_would_refuse_is_not_saved_over_a_good_checkpoint(name, tmp_path):
+    run = tmp_path / "run" / "checkpoints"
+    for folder in (tmp_path / "a", run / "step_00000007"):
+        _saved(folder, seed=0)
+    args, told, message = _wrong(name)
+    error = InvalidValue if name in ("0-d", "seed", "limits", "dtype") else InvalidType
+    with pytest.raises(error, match=message):
+        save(tmp_path / "a", *args, **told)
+    told = dict(config=None) | told | (dict(data_state=args[2]) if len(args) > 2 else {})
+    for wait in (True, False):
+        with Checkpoints(run) as checkpoints, pytest.raises(error, match=message):
+            checkpoints.save(7, *args[:2], **told, wait=wait)
+    for folder in (tmp_path / "a", tmp_path / "run"):
+        assert load(folder, device="cpu").opt_state.step.item() == 30
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "run"]
+    assert [p.name for p in run.iterdir()] == ["step_00000007"]
+
+
+def test_an_index_is_saved_up_to_the_size_that_is_read(tmp_path, monkeypatch):
+    most = (_saved(tmp_path / "a", extra={"x": ""}) / INDEX).stat().st_size + 50
+    for module in ("checkpoint", "checkpoint_index"):
+        monkeypatch.setattr(f"nbtrain.{module}.MAX_INDEX_BYTES", most)
+    refused = []
+    for n in range(0, 100, 10):
+        try:
+            _saved(tmp_path / "a", extra={"x": "x" * n})
+        except InvalidValue as error:
+            refused.append(n)
+            assert f"expected at most {most:,} bytes" in str(error)
+        assert load(tmp_path / "a", device="cpu").meta["extra"]["x"] == "x" * min(
+            [n, *(r - 10 for r in refused)]
+        )
+    assert refused and 0 < refused[0] <= 60 and refused[-1] == 90
+
+
+def test_tensors_are_written_in_dtypes_that_have_a_name(tmp_path):
+    for x in (np.zeros(2), np.zeros(2, np.int64), np.zeros(2, ">f4"), np.zeros(2, bool)):
+        with pytest.raises(InvalidType, match=rf"x must be float32, .*; it is {x.dtype}"):
+            write_tensors(tmp_path / "a", {"x": x})
+    assert not any(tmp_path.iterdir())
+    xs = {name: np.array([1.5, -2.25]).astype(dtype) for name, dtype in FLOATS.items()}
+    write_tensors(tmp_path / "a", xs)
+    with open_tensors(tmp_path / "a", {name: ((2,), "F32") for name in xs}) as tensors:
+        for name in xs:
+            assert tensors.get_tensor(name).tolist() == [1.5, -2.25]
+
+
+def test_the_place_in_the_data_may_follow_the_state(tmp_path):
+    params, opt_state = _state()
+    save(tmp_path / "a", params, opt_state, DATA_STATE, config=CONFIG)
+    assert load(tmp_path / "a", device="cpu").data_state == DATA_STATE
 
 
 def test_an_error_while_writing_leaves_the_old_checkpoint(tmp_path, monkeypatch):
