@@ -23,7 +23,7 @@ from nbtrain.tree import Tree
 def generate(
     params: Tree,
     config: GPTConfig,
-    prompt_ids,
+    prompt_ids=None,
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
@@ -45,7 +45,7 @@ def generate(
     to be used again from call to call: making one takes memory and, on a GPU, a capture. Raises InvalidValue
     or InvalidType before the first token, and InvalidValue where logits are not finite.
     """
-    prompts, shape = _checked_prompts(prompt_ids, config.vocab_size)
+    prompts, shape = _checked_prompts(prompt_ids, config)
     options: dict = dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     options |= dict(stop=stop, decoder=decoder, max_new_tokens=max_new_tokens)
     stream = generate_stream(params, config, prompts, **options)
@@ -59,7 +59,7 @@ def generate(
 def generate_stream(
     params: Tree,
     config: GPTConfig,
-    prompt_ids,
+    prompt_ids=None,
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
@@ -73,7 +73,7 @@ def generate_stream(
 
     On a GPU a token is handed out when the next one has been launched.
     """
-    prompts, shape = _checked_prompts(prompt_ids, config.vocab_size)
+    prompts, shape = _checked_prompts(prompt_ids, config)
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise InvalidValue(f"max_new_tokens must be an int, 0 or more; got {max_new_tokens!r}.")
     check_options(temperature, top_k, top_p)
@@ -160,9 +160,15 @@ def _check_token(token: int) -> None:
         )
 
 
-def _checked_prompts(prompt_ids, vocab_size: int) -> tuple[list[np.ndarray], tuple[int, ...] | None]:
+def _checked_prompts(prompt_ids, config: GPTConfig) -> tuple[list[np.ndarray], tuple[int, ...] | None]:
     """The prompts, each int32 (n,), n >= 1, and the shape of `prompt_ids`, (n,) or (B, n), or None for a list
     of prompts of several lengths."""
+    if not isinstance(config, GPTConfig):
+        raise InvalidType(
+            f"generate expects (params, config, prompt_ids), config a GPTConfig; got {type(config).__name__} "
+            "in its place. Pass the one that params were made with."
+        )
+    vocab_size = config.vocab_size
     rows = prompt_ids if isinstance(prompt_ids, list | tuple) else [prompt_ids]
     lengths = {len(row) for row in rows if hasattr(row, "__len__") and np.ndim(row) == 1}
     if len(lengths) > 1 and all(np.ndim(row) == 1 for row in rows):

@@ -208,6 +208,22 @@ def test_the_config_of_another_model_is_refused():
         generate(_params(), other, [1], max_new_tokens=1)
 
 
+@pytest.mark.parametrize("make", [generate, generate_stream])
+def test_a_config_that_is_none_is_named(make):
+    params = _params()
+    for args, got in (
+        ((params, [1]), "list"),
+        ((params, None, [1]), "NoneType"),
+        ((params, {}, [1]), "dict"),
+    ):
+        with pytest.raises(
+            InvalidType, match=f"config a GPTConfig; got {got} in its place. Pass the one that"
+        ):
+            make(*args, max_new_tokens=1)
+    with pytest.raises(InvalidValue, match=r"prompt_ids must be .*; got shape \(\)"):
+        make(params, CONFIG, max_new_tokens=1)
+
+
 # The decoder
 
 
