@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from nbtrain.checkpoint import load, save
-from nbtrain.cli.sample import pieces, print_sample, print_samples, printable
+from nbtrain.cli.sample import MOST_TEXTS, pieces, print_sample, print_samples, printable
 from nbtrain.config import GPTConfig
+from nbtrain.device.place import resolve_device
 from nbtrain.evaluation import loss_of_tokens
 from nbtrain.generate import generate
 from nbtrain.model import init_params
@@ -129,14 +130,47 @@ def test_several_texts_are_stripped_of_what_a_terminal_would_obey(nb, tmp_path):
     [
         (b"\xff\xfe", "expected UTF-8 text"),
         (b"\n\n", "expected a prompt on each line"),
-        (None, "prompts.txt"),
+        (None, "prompts.txt: expected a text file of prompts; it cannot be read: No such file"),
+        ("folder", "prompts.txt: expected a text file of prompts; it cannot be read: Is a directory"),
     ],
 )
 def test_a_file_of_prompts_that_is_none_is_named(model, nb, tmp_path, content, message):
-    if content is not None:
+    if content == "folder":
+        (tmp_path / "prompts.txt").mkdir()
+    elif content is not None:
         (tmp_path / "prompts.txt").write_bytes(content)
     code, _, err = nb("sample", model[0], "--prompts-file", tmp_path / "prompts.txt", "--device", "cpu")
     assert code == 1 and "prompts.txt" in err and message in err and err.count("\n") == 1
+
+
+def test_samples_are_counted_before_memory_is_taken(nb, tmp_path):
+    (tmp_path / "prompts.txt").write_text("x\n" * 101)
+    one, many = (), ("--prompts-file", tmp_path / "prompts.txt")
+    for prompts, n, told in (
+        (one, MOST_TEXTS + 1, "1 prompts x 10,001 samples"),
+        (many, 100, "101 prompts x 100 samples"),
+    ):
+        code, out, err = nb("sample", tmp_path / "nowhere", *prompts, "--num-samples", n, "--device", "cpu")
+        assert (
+            code == 2
+            and not out
+            and f"at most 10,000 texts, which are written side by side; got {told}"
+            in (re.sub(r"[\s│]+", " ", err))
+        )
+    for prompts, n in ((one, MOST_TEXTS), (many, 99)):
+        code, _, err = nb("sample", tmp_path / "nowhere", *prompts, "--num-samples", n, "--device", "cpu")
+        assert code == 1 and "there is no checkpoint" in err
+
+
+@pytest.mark.parametrize("command", ["sample", "eval"])
+def test_the_device_that_auto_chose_is_told_on_stderr(command, model, nb, tmp_path, monkeypatch):
+    monkeypatch.setattr("nbtrain.device.place._said", set())
+    (tmp_path / "text.txt").write_text("some text")
+    rest = ("--prompt", "ab") if command == "sample" else ("--text", tmp_path / "text.txt")
+    code, out, err = nb(command, model[0], *rest)
+    place, why = resolve_device("auto")
+    assert code == 0 and err.count(f"nbtrain: device {place}: {why}\n") == 1
+    assert out.startswith("ab" if command == "sample" else str(tmp_path / "text.txt")) and why not in out
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from nbtrain.cli.app import command
 from nbtrain.errors import InvalidValue
 
 MOST_PROMPT_BYTES = 16 << 20  # of a file of prompts
+MOST_TEXTS = 10_000  # at once: each takes a row of keys and values for every token
 
 
 @command
@@ -45,9 +46,15 @@ def sample(
     """
     if prompt and prompts_file is not None:
         raise typer.BadParameter("give --prompt or --prompts-file, not both.")
+    prompts = prompt if prompts_file is None else read_prompts(prompts_file)
+    given: list[str | None] = [*prompts] if prompts else [None]
+    if len(given) * num_samples > MOST_TEXTS:
+        raise typer.BadParameter(
+            f"expected at most {MOST_TEXTS:,} texts, which are written side by side; got {len(given):,} "
+            f"prompts x {num_samples:,} samples. Take fewer, several times, each with its own --seed."
+        )
     from nbtrain.checkpoint import load
 
-    prompts = prompt if prompts_file is None else read_prompts(prompts_file)
     checkpoint = load(directory, device)
     if checkpoint.tokenizer is None:
         raise InvalidValue(
@@ -55,7 +62,6 @@ def sample(
             "nbtrain.generate on ids."
         )
     options = dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    given: list[str | None] = [*prompts] if prompts else [None]
     texts = [text for text in given for _ in range(num_samples)]
     if len(texts) == 1:
         print_sample(checkpoint, texts[0], max_new_tokens, **options)
@@ -65,11 +71,17 @@ def sample(
 
 def read_prompts(path: Path) -> list[str]:
     """The lines of a text file that are not empty."""
-    n_bytes = path.stat().st_size
-    if n_bytes > MOST_PROMPT_BYTES:
-        raise InvalidValue(f"{path}: expected at most {MOST_PROMPT_BYTES} bytes of prompts; got {n_bytes}.")
     try:
+        n_bytes = path.stat().st_size
+        if n_bytes > MOST_PROMPT_BYTES:
+            raise InvalidValue(
+                f"{path}: expected at most {MOST_PROMPT_BYTES} bytes of prompts; got {n_bytes}. Split it."
+            )
         prompts = [line for line in path.read_text("utf-8").split("\n") if line]
+    except OSError as error:
+        raise InvalidValue(
+            f"{path}: expected a text file of prompts; it cannot be read: {error.strerror}. Check the path."
+        ) from None
     except UnicodeDecodeError as error:
         raise InvalidValue(f"{path}: expected UTF-8 text; {error}. Save it as UTF-8.") from None
     if not prompts:
