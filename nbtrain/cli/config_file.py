@@ -25,7 +25,7 @@ def from_file(context: typer.Context, path: Path | None, annotations: dict[str, 
         return
     try:
         context.default_map = read(Path(path), annotations)
-    except (NbtrainError, OSError) as error:
+    except NbtrainError as error:
         print(f"nbtrain: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
 
@@ -33,11 +33,17 @@ def from_file(context: typer.Context, path: Path | None, annotations: dict[str, 
 def read(path: Path, annotations: dict[str, Any]) -> dict[str, Any]:
     """The options in a TOML file, each of the type that `annotations` says. InvalidValue names the file."""
     known = {name: kind for name, kind in map(_kind, annotations.items()) if kind is not None}
-    n_bytes = path.stat().st_size
-    if n_bytes > MAX_BYTES:
-        raise InvalidValue(f"{path}: expected at most {MAX_BYTES} bytes of options, there are {n_bytes}.")
     try:
-        values = tomllib.loads(path.read_bytes().decode("utf-8"))
+        n_bytes = path.stat().st_size
+        if n_bytes > MAX_BYTES:
+            raise InvalidValue(f"{path}: expected at most {MAX_BYTES} bytes of options, there are {n_bytes}.")
+        content = path.read_bytes()
+    except OSError as error:
+        raise InvalidValue(
+            f"{path}: expected a TOML file of options; it cannot be read: {error.strerror}. Check the path."
+        ) from None
+    try:
+        values = tomllib.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise InvalidValue(f"{path} is no TOML: {error}.") from None
     for name in values:

@@ -4,6 +4,7 @@ the file."""
 import tomllib
 from enum import StrEnum
 
+import pytest
 import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,3 +85,15 @@ def test_a_number_of_thousands_of_digits_and_depths_of_lists_are_named(tmp_path)
     for content in ("steps = 0x" + "f" * 9000, "steps = " + "9" * 9000, "steps = " + "[" * 3000 + "]" * 3000):
         assert _read(content.encode(), tmp_path) is None
     assert _read(b"# " + b"x" * 2**20, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "kind, why", [("nothing", "No such file or directory"), ("folder", "Is a directory")]
+)
+def test_what_is_no_file_is_named(kind, why, nb, tmp_path):
+    path = tmp_path / "run.toml"
+    if kind == "folder":
+        path.mkdir()
+    code, out, err = nb("train", "--config", path)
+    told = f"nbtrain: {path}: expected a TOML file of options; it cannot be read: {why}. Check the path.\n"
+    assert (code, out, err) == (1, "", told)
