@@ -12,6 +12,7 @@ from pathlib import Path
 
 import nbtrain as nb
 from nbtrain.checkpoints import Checkpoints
+from nbtrain.cli.sample import printable
 from nbtrain.text import prepare_text, read_text, shakespeare_text
 from nbtrain.tokenizer import CharTokenizer
 
@@ -56,4 +57,5 @@ for batch in nb.eval_batches(data.val, B=64, T=config.block_size, device=params.
 print(f"validation loss {loss_sum / n_targets:.4f} over {n_targets:,} tokens")
 
 prompt = tokenizer.encode(text[: text.index("\n") + 1])
-print(tokenizer.decode(nb.generate(params, config, prompt, max_new_tokens=300, temperature=0.8)))
+ids = nb.generate(params, config, prompt, max_new_tokens=300, temperature=0.8)
+print(printable(tokenizer.decode(ids)))  # without the control characters that the text may have

@@ -25,7 +25,7 @@ def custom():
 
 
 def test_the_shakespeare_example_trains_saves_and_writes(tmp_path):
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 60)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\x1b\n" * 60)
     (tmp_path / "run" / "checkpoints" / "step_00000099").mkdir(parents=True)  # of a longer run before
     command = [sys.executable, EXAMPLES / "train_shakespeare.py", "--text", tmp_path / "text.txt"]
     options = ["--steps", "8", "--batch-size", "4", "--device", "cpu", "--out", tmp_path / "run"]
@@ -34,7 +34,8 @@ def test_the_shakespeare_example_trains_saves_and_writes(tmp_path):
     lines = done.stdout.splitlines()
     assert lines[0].startswith("step 8: loss ") and lines[1].startswith("validation loss ")
     assert lines[1].endswith("over 269 tokens")
-    assert lines[2] == "the quick brown fox jumps over the lazy dog." and len(done.stdout) > 300
+    assert lines[2] == "the quick brown fox jumps over the lazy dog" and len(done.stdout) > 300
+    assert "\x1b" not in done.stdout  # a terminal would obey it
     got = load(tmp_path / "run", device="cpu")
     assert got.opt_state.step.item() == 8 and got.meta["path"].name == "step_00000008"
 
