@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from nbtrain.device.outline import Outline
-from nbtrain.errors import InvalidType, InvalidValue
+from nbtrain.errors import InvalidType, InvalidValue, Unavailable
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": bfloat16}
@@ -61,11 +61,23 @@ def as_array(x):
             f"expected a NumPy or CuPy array, or one with DLPack; got {type(x).__name__}. "
             "Convert it with numpy.asarray or cupy.asarray."
         )
-    if x.__dlpack_device__()[0] == 1:  # kDLCPU
-        return np.from_dlpack(x)
-    import cupy
+    try:
+        if x.__dlpack_device__()[0] == 1:  # kDLCPU
+            return np.from_dlpack(x)
+        import cupy
 
-    return cupy.from_dlpack(x)
+        return cupy.from_dlpack(x)
+    except ImportError:
+        raise Unavailable(
+            f"a {type(x).__name__} on a GPU is read through CuPy, which is not installed. Run pip install "
+            "'nbtrain[cuda13]', or move it to the CPU."
+        ) from None
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:  # whatever the other library raises
+        raise InvalidType(
+            f"expected an array that DLPack can hand over as it lies; got a {type(x).__name__}, of which it "
+            f"says: {error}. A tensor with a gradient goes as x.detach(), bf16 as its bits: "
+            "numpy.from_dlpack(x.view(torch.int16)).view(ml_dtypes.bfloat16)."
+        ) from error
 
 
 def as_arrays(*xs):

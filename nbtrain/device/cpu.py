@@ -39,7 +39,7 @@ from numba.core import caching, cgutils, codegen, serialize
 from numba.extending import get_cython_function_address, intrinsic
 from threadpoolctl import ThreadpoolController
 
-from nbtrain.errors import Unavailable
+from nbtrain.errors import InvalidValue, Unavailable
 from nbtrain.files import write_atomically
 
 __all__ = [
@@ -338,6 +338,13 @@ def twin(*, writes: str, blas: bool = False):
 
         @functools.wraps(function)
         def run(*args):
+            for i in written:
+                if args[i] is not None and not args[i].flags.writeable:
+                    name, at = function.__module__.rpartition(".")[2], args[i]
+                    raise InvalidValue(
+                        f"{name} writes {parameters[i]}, and got a read-only array {at.shape} {at.dtype}. "
+                        "Give it one of your own, as numpy.empty_like makes it."
+                    )
             with _pool, alone():
                 if not any(map(_is_16_bit, args)):
                     return compiled(*args)

@@ -13,6 +13,7 @@ passes: sum(x*x)/C - mean**2 cancels when |mean| >> std. Arithmetic and sums are
 """
 
 import functools
+import math
 
 import numpy as np
 
@@ -213,21 +214,23 @@ def _forward_cpu(x, residual, weight, bias, eps, total, y, mean, rstd):
     for n in prange(N):
         s = ZERO
         if residual is None:
+            row = x[n]
             for c in range(C):
-                s += x[n, c]
+                s += row[c]
         else:
+            row = total[n]
             for c in range(C):
                 a = x[n, c] + residual[n, c]
-                total[n, c] = a
+                row[c] = a
                 s += a
         mu = s * inv
         s = ZERO
         for c in range(C):
-            d = total[n, c] - mu
+            d = row[c] - mu
             s += d * d
         r = ONE / np.sqrt(s * inv + eps)
         for c in range(C):
-            y[n, c] = (total[n, c] - mu) * r * weight[c] + bias[c]
+            y[n, c] = (row[c] - mu) * r * weight[c] + bias[c]
         mean[n], rstd[n] = mu, r
 
 
@@ -288,6 +291,8 @@ def layernorm_forward(x, weight, bias, *, residual=None, eps: float = 1e-5, out=
     `total` is x + residual, the residual stream; without a residual it is `x` itself. `out` gives the four
     arrays to write.
     """
+    if not 0 <= eps < math.inf:
+        raise InvalidValue(f"layernorm expects a finite eps, 0 or more; got {eps}. 1e-5 is usual.")
     x, weight, bias, residual = as_arrays(x, weight, bias, residual)
     N, C = _check(x, weight, bias, residual)
     xp = array_module(x)
@@ -319,9 +324,8 @@ def layernorm_forward(x, weight, bias, *, residual=None, eps: float = 1e-5, out=
         ):  # the twin rounds at its end; total is rounded before
             np.add(x, residual, out=total)
             x, residual = total, None
-        _forward_cpu(
-            x, residual, weight, bias, np.float32(eps), x if residual is None else total, y, mean, rstd
-        )
+        written = None if residual is None else total  # x may be an array that nobody can write
+        _forward_cpu(x, residual, weight, bias, np.float32(eps), written, y, mean, rstd)
     return y, mean, rstd, total
 
 
