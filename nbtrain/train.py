@@ -41,7 +41,10 @@ from nbtrain.tree import Layout, Tree
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 # What takes memory, and what to do where it is not there.
-A_STEP = "a training step", 'Take a smaller B, or remat="full"; nb.plan and `nbtrain plan` tell what fits.'
+A_STEP = (
+    "a training step",
+    'Make it anew, for a smaller B or with remat="full"; nb.plan and `nbtrain plan` tell what fits.',
+)
 
 
 class OptState(NamedTuple):
