@@ -58,6 +58,7 @@ class Checkpoints:
         if self.folder.exists() and not self.folder.is_dir():
             raise InvalidValue(f"{self.folder} is a file; checkpoints go to a folder. Take another name.")
         self.keep_last, self.keep_every = keep_last, keep_every
+        self.keep_replaced = False  # what `start` moved, beyond the next save
         self._snapshots: Snapshots | None = None
         self._thread: threading.Thread | None = None  # that writes
         self._saved: list[Saved] = []  # not told by `done` yet
@@ -196,7 +197,8 @@ class Checkpoints:
 
     def _prune(self, saved: int) -> None:
         """Removes what is not to be kept, now that the checkpoint of step `saved` is on the disk."""
-        _remove(self.folder / REPLACED)
+        if not self.keep_replaced:
+            _remove(self.folder / REPLACED)
         whole = [path for path in saved_steps(self.folder) if is_complete(path)]
         keep = set(whole[: self.keep_last]) | {self.path(saved)}
         if self.keep_every:

@@ -201,7 +201,7 @@ class _Windows:
         if vocab_size is not None and not (_is_int(vocab_size) and 1 <= vocab_size <= MAX_VOCAB_SIZE):
             raise InvalidValue(f"vocab_size must lie in 1..{MAX_VOCAB_SIZE}; got {vocab_size!r}.")
         self.T, self.vocab_size = int(T), vocab_size
-        self.files = [TokenFile(path, format) for path in _resolve(pattern_or_paths)]
+        self.files = [TokenFile(path, format) for path in resolve(pattern_or_paths)]
         # Plain arrays over the same mapping: a memmap's slices cost more.
         self._ids = [np.asarray(file.tokens) for file in self.files]
         targets = np.array([len(file) - 1 for file in self.files], np.int64)
@@ -355,6 +355,11 @@ def _continued(state: dict, data: dict, seed: int | None, batches_per_epoch: int
     if seed is not None and seed != state["seed"]:
         unlike["seed"] = (state["seed"], seed)
     if unlike:
+        if set(unlike) == {"content"}:
+            raise InvalidValue(
+                "state belongs to other data: the files have other names or tokens. Give those it was taken with."
+            )
+        unlike.pop("content", None)  # a hash tells nobody anything
         pairs = ", ".join(f"{name} {was!r} then and {now!r} now" for name, (was, now) in unlike.items())
         raise InvalidValue(
             f"state belongs to other data or another shape: {pairs}. Give what it was taken with, or none."
@@ -368,7 +373,7 @@ def _continued(state: dict, data: dict, seed: int | None, batches_per_epoch: int
     return numbers
 
 
-def _resolve(pattern_or_paths) -> list[Path]:
+def resolve(pattern_or_paths) -> list[Path]:
     """The files of a path, a glob pattern or a list of them, each pattern's sorted by name."""
     single = isinstance(pattern_or_paths, str | os.PathLike)
     paths: list[Path] = []
@@ -378,6 +383,8 @@ def _resolve(pattern_or_paths) -> list[Path]:
             raise InvalidValue(
                 f"no token file matches {str(pattern)!r} (from the folder {Path.cwd()}). Check the path."
             )
+        if Path(found[0]).is_dir():
+            raise InvalidValue(f"{found[0]} is a folder; give its token files: {found[0]}/*.bin")
         paths += map(Path, found)
     if not paths:
         raise InvalidValue("expected at least one token file; got an empty list.")

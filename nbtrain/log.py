@@ -143,7 +143,8 @@ class Log:
             self.train.append((step, m["loss"]))
         rate = self._tokens / mean
         mfu = None if self._peak is None else rate / self._peak
-        self._report.step(step, self._steps, m["loss"], rate, (self._steps - step) * mean, mfu)
+        left_s = (self._steps - step) * mean if self._seen > 1 or step == self._steps else math.inf
+        self._report.step(step, self._steps, m["loss"], rate, left_s, mfu)
 
     def evaluated(self, step: int, loss: float, n: int) -> None:
         self.val.append((step, loss))

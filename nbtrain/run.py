@@ -12,6 +12,7 @@ On a GPU a step's metrics are read when the next one has been launched, so that 
 
 import contextlib
 import dataclasses
+import glob
 import math
 from collections import deque
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nbtrain.checkpoint import STEPS, Checkpoint, check_tokenizer
-from nbtrain.checkpoints import Checkpoints
+from nbtrain.checkpoints import Checkpoints, run_folder
 from nbtrain.config import GPTConfig, TrainConfig, from_dict
 from nbtrain.data import batches, eval_batches
 from nbtrain.device import blas, dtype_name
@@ -175,9 +176,10 @@ def train(
         interrupt = stack.enter_context(Interrupt())
         stack.enter_context(checkpoints)
         if moved := checkpoints.start(first):
+            which = f"checkpoints of steps behind {first}" if first else "an older run's checkpoints"
             report.say(
-                f"checkpoints of steps behind {first}, {moved[0].name} … {moved[-1].name}, are in "
-                f"{moved[0].parent} until this run has saved one; then they are removed"
+                f"{which}, {moved[0].name} … {moved[-1].name}, are in {moved[0].parent} until this run has "
+                "saved one, not for an interrupt; then they are removed"
             )
         beside = run.save_every > 0 and _can_save_beside(checkpoints, params, opt_state, report)
 
@@ -252,6 +254,7 @@ def train(
             if interrupt.came or log.not_finite_in_a_row >= MOST_SKIPPED:
                 break
         read()
+        checkpoints.keep_replaced = interrupt.came
         kept = keep(last=True)
         tell_saved()
         report.say(f"step {step}: saved {kept.meta['path']}")
@@ -261,7 +264,10 @@ def train(
                 f"the gradient was not finite for {MOST_SKIPPED} steps in a row, and no update was applied "
                 f"in them. Take a smaller lr or a longer warm-up{other}."
             )
-        val_loss = validate(None) if run.val and not interrupt.came else None
+        val_loss = None
+        if run.val and not interrupt.came:
+            report.say("validating on all of the validation data")
+            val_loss = validate(None)
         plot.draw()
         return Result(kept, step, val_loss, interrupt.came)
 
@@ -386,11 +392,26 @@ def resumed(checkpoint: Checkpoint, **changes) -> tuple[RunConfig, TrainConfig]:
         from_dict(RunConfig, values)
     except (InvalidValue, InvalidType) as error:
         raise InvalidValue(f"{path}: {error}") from None
+    for name in ("train", "val"):  # where they were, or where they are in a folder that was moved
+        if name not in changes:
+            changes[name] = tuple(_found(file, run_folder(path), name) for file in values.get(name, ()))
     run = from_dict(RunConfig, values | changes)
     train_config = checkpoint.train_config
     if train_config.total == values["steps"]:  # the schedule ends with the run
         train_config = dataclasses.replace(train_config, total=run.steps)
     return run, train_config
+
+
+def _found(file: str, folder: Path, name: str) -> str:
+    """A token file of the run in `folder`, or a pattern of such, where it is now."""
+    moved = str(folder / Path(file).parent.name / Path(file).name)
+    for path in (file, moved):
+        if Path(path).exists() or glob.glob(path, recursive=True):
+            return path
+    raise InvalidValue(
+        f"{folder}: its token files {file} are not there any more. Say where they are: "
+        f"{'data and val, --data and --val' if name == 'train' else 'val, --val'}."
+    )
 
 
 def describe(config: GPTConfig) -> str:

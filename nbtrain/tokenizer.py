@@ -47,6 +47,10 @@ class _Tokenizer:
     def to_dict(self) -> dict:
         return {"kind": self.kind}
 
+    def vocabulary(self):
+        """What its ids stand for; ids of one tokenizer mean the same to another with an equal vocabulary."""
+        return self.to_dict()
+
     def _checked_ids(self, ids) -> np.ndarray:
         ids = np.asarray(ids)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
@@ -252,6 +256,9 @@ class BPETokenizer(_Tokenizer):
         """`tokenizer` is the library's JSON, a str: what Tokenizer.from_str takes."""
         eot_token = self.eot_token if self._eot_is_told else None
         return {"kind": self.kind, "tokenizer": self._json, "eot_token": eot_token}
+
+    def vocabulary(self) -> dict[str, int]:
+        return self._library.get_vocab(with_added_tokens=True)
 
     def save(self, path: str | Path) -> None:
         """Writes the library's own JSON, which its other users read too; ours around it where an end of text

@@ -18,7 +18,8 @@ from nbtrain.cli.progress import progress_bar
 from nbtrain.cli.train import train
 from nbtrain.config import GPTConfig
 from nbtrain.data import write_tokens
-from nbtrain.run import to_toml
+from nbtrain.errors import InvalidValue
+from nbtrain.run import resumed, to_toml
 from nbtrain.tokenizer import ByteTokenizer
 from tests.cli_runs import TEXT, TINY
 
@@ -96,7 +97,8 @@ def test_a_run_is_repeated_by_its_config(nb, tmp_path):
     assert code == 0, err
     file = tmp_path / "first" / "config.toml"
     settings = tomllib.loads(file.read_text())
-    assert (settings["micro"], settings["warmup"], settings["min_lr"]) == (2, 1, 0.002)
+    assert settings["micro"] == 2
+    assert settings["decay"] == 3 and not {"warmup", "min_lr"} & set(settings)  # they follow from others
     assert (settings["dtype"], settings["device"], settings["n_layer"]) == ("fp16", "cpu", 1)
     assert settings["betas"] == [0.8, 0.9] and settings["text"] == str(tmp_path / "text.txt")
     code, _, err = nb("train", "--config", file, "--out", tmp_path / "again")
@@ -113,6 +115,21 @@ def test_a_run_is_repeated_by_its_config(nb, tmp_path):
     }  # fmt: skip
     told = tomllib.loads((tmp_path / "again" / "config.toml").read_text())
     assert told == settings | {"out": str(tmp_path / "again")}
+
+
+def test_what_nobody_gave_follows_from_what_is_given_beside_a_config(nb, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    begun = ("train", "--text", tmp_path / "text.txt", "--sample-tokens", 0, *TINY, "--schedule", "wsd")
+    code, _, err = nb(*begun, "--lr", 0.02, "--steps", 20, "--out", tmp_path / "first")
+    assert code == 0, err
+    repeat = ("train", "--config", tmp_path / "first" / "config.toml", "--out")
+    code, _, err = nb(*repeat, tmp_path / "again", "--lr", 0.001, "--steps", 10)
+    assert code == 0, err
+    first, again = (load(tmp_path / name, device="cpu").train_config for name in ("first", "again"))
+    assert (first.min_lr, first.warmup, first.decay) == (0.002, 2, 2)
+    assert (again.min_lr, again.warmup, again.decay) == (0.0001, 1, 1)
+    code, _, err = nb(*repeat, tmp_path / "first", "--resume", "auto", "--min-lr", 0.001)
+    assert code == 2 and "--min-lr is 0.001, and 0.002 in the run in" in re.sub(r"[\s│]+", " ", err)
 
 
 def test_flags_win_over_the_config_file_and_void_what_they_replace(nb, tmp_path):
@@ -311,7 +328,9 @@ def test_resume_auto_begins_goes_on_and_ends(nb, tmp_path):
     code, out, err = nb(*_auto(tmp_path))
     assert code == 0 and "going on from" not in out, err
     code, out, err = nb(*_auto(tmp_path))
-    assert code == 0 and out == f"the run in {tmp_path / 'run'} has done its 12 steps\n", err
+    assert code == 0 and out == f"the run in {tmp_path / 'run'} has done 12 steps, and 12 were asked for\n", (
+        err
+    )
     code, out, err = nb(*_auto(tmp_path, "--steps", 20, "--dtype", "auto"))
     assert code == 0 and "step 12, on cpu in fp32" in out and "final validation loss" in out, err
     got = load(tmp_path / "run", device="cpu")
@@ -445,7 +464,40 @@ def test_a_seed_that_is_none_is_refused_before_anything_is_written(init, seed, t
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_goes_on_in_a_folder_that_was_moved(trained, nb, tmp_path):
+    shutil.copytree(trained[0], tmp_path / "moved")
+    checkpoint = load(tmp_path / "moved", device="cpu")
+    values = checkpoint.meta["extra"]["run"]
+    for name in ("train", "val"):
+        values[name] = [path.replace("run/data", "gone/data") for path in values[name]]
+    run, _ = resumed(checkpoint, steps=14)
+    assert run.train == (str(tmp_path / "moved" / "data" / "train_*.bin"),)
+    assert run.val == (str(tmp_path / "moved" / "data" / "val_*.bin"),)
+    (tmp_path / "moved" / "data").rename(tmp_path / "moved" / "elsewhere")
+    with pytest.raises(InvalidValue, match="are not there any more. Say where they are: .* --data and --val"):
+        resumed(checkpoint, steps=14)
+    run, _ = resumed(checkpoint, steps=14, train=("a.bin",), val=())
+    assert (run.train, run.val) == (("a.bin",), ())
+
+
 # Tokenizers
+
+
+@pytest.mark.parametrize("option", ["--init", "--val", "--resume"])
+def test_ids_of_another_tokenizer_are_refused(option, trained, nb, tmp_path):
+    (tmp_path / "text.txt").write_text("0123456789\n" * 300)
+    code, _, err = nb("prepare", tmp_path / "text.txt", "--out", tmp_path / "digits")
+    assert code == 0, err
+    digits, letters = tmp_path / "digits" / "train_*.bin", trained[0] / "data" / "train_*.bin"
+    out = ("--out", tmp_path / "run", "--device", "cpu", "--steps", 14)
+    command = {
+        "--init": ("--init", trained[0], "--data", digits, *out),
+        "--val": ("--data", letters, "--val", digits, *out, *TINY),
+        "--resume": ("--resume", trained[0], "--steps", 14, "--device", "cpu", "--data", digits),
+    }[option]
+    code, _, err = nb("train", *command)
+    assert code == 1 and "was made with another tokenizer (char, 11 ids) than" in err
+    assert not (tmp_path / "run").exists()
 
 
 def test_bpe_is_learnt_from_the_text(nb, tmp_path):

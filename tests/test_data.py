@@ -404,7 +404,7 @@ def test_a_state_of_other_data_is_refused(tmp_path):
         state = source.state()
     with pytest.raises(InvalidValue, match="tokens 500 then and 501 now"):
         batches(_file(tmp_path, N_TOKENS + 1), B=2, T=8, state=state)
-    with pytest.raises(InvalidValue, match="content '.*' then and"):
+    with pytest.raises(InvalidValue, match="the files have other names or tokens"):
         batches(_file(tmp_path, name="other.bin"), B=2, T=8, state=state)
     with pytest.raises(InvalidValue, match="files 1 then and 2 now"):
         batches([_file(tmp_path), _file(tmp_path)], B=2, T=8, state=state)
@@ -420,7 +420,7 @@ def test_a_state_of_as_many_other_tokens_is_refused(longer_than, tmp_path, monke
     with batches(tmp_path / "train.bin", B=2, T=8) as source:
         state = source.state()
     write_tokens(tmp_path / "train.bin", ids[::-1], vocab_size=50)
-    with pytest.raises(InvalidValue, match="content '.*' then and"):
+    with pytest.raises(InvalidValue, match="the files have other names or tokens"):
         batches(tmp_path / "train.bin", B=2, T=8, state=state)
     write_tokens(tmp_path / "train.bin", ids, vocab_size=50)
     with batches(tmp_path / "train.bin", B=2, T=8, state=state) as source:

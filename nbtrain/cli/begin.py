@@ -12,6 +12,7 @@ from nbtrain.cli.app import Dtype, TokenizerKind
 from nbtrain.cli.config_file import read
 from nbtrain.cli.prepare import make_tokenizer
 from nbtrain.cli.progress import reporter
+from nbtrain.cli.token_files import check_beside, tokenizer_beside
 
 
 class Schedule(StrEnum):
@@ -66,11 +67,13 @@ def _resume(o, annotations):
             )
         changes = {name: getattr(o, name) for name in CHANGEABLE if name in o.given}
         changes |= {name: _absolute(files) for name, files in (("train", o.data), ("val", o.val)) if files}
+        for files in (o.data, o.val):
+            check_beside(files or (), checkpoint.tokenizer, f"the run in {home}")
         run, train_config = resumed(checkpoint, **changes)
         out = o.out if elsewhere else home
         state = checkpoint.opt_state
         if o.resume == AUTO and state is not None and state.step.item() >= run.steps:
-            print(f"the run in {out} has done its {run.steps:,} steps")
+            print(f"the run in {out} has done {state.step.item():,} steps, and {run.steps:,} were asked for")
             return None
         options = dict(tokenizer=checkpoint.tokenizer, device=o.device, resume=checkpoint, report=reporter())
         options |= dict(captured=o.capture, tensorboard=o.tensorboard)
@@ -83,6 +86,8 @@ def _check_same(o, names: set[str], file: Path, annotations) -> None:
     if not names or not file.is_file():
         return
     settings = read(file, annotations)
+    if {"lr", "steps", "schedule"} <= set(settings):
+        settings = _what_follows(settings["lr"], settings["steps"], settings["schedule"]) | settings
     for name in sorted(names):
         given, there = _plain(getattr(o, name)), _plain(settings.get(name))
         if name == "total_batch_tokens" and "block_size" in settings:
@@ -117,13 +122,13 @@ def _new(o):
     from nbtrain.run import train as run_train
     from nbtrain.train import make_train_step
 
+    follows = _what_follows(o.lr, o.steps, o.schedule)
+    follows |= {name: getattr(o, name) for name in follows if getattr(o, name) is not None}
     train_config = TrainConfig(
         lr=o.lr,
         schedule=o.schedule.value,
-        warmup=min(100, o.steps // 10) if o.warmup is None else o.warmup,
         total=o.steps,
-        decay=_decay(o),
-        min_lr=o.lr / 10 if o.min_lr is None else o.min_lr,
+        **follows | ({} if o.schedule is Schedule.wsd else {"decay": 0}),
         betas=tuple(o.betas),
         eps=o.eps,
         weight_decay=o.weight_decay,
@@ -160,6 +165,8 @@ def _new(o):
     if o.total_batch_tokens is not None:
         run["micro"] = micro_batches(o.total_batch_tokens, o.batch_size, config.block_size)
     text = None if o.data else _text(o)
+    if text is not None and o.tokenizer is TokenizerKind.bpe and brought is None:
+        reporter().say(f"learning {o.vocab_size:,} ids from {len(text):,} characters")
     kind = _tokenizer(o, text, brought)
     if start is None:
         config = _with_vocabulary(config, o, kind)
@@ -178,17 +185,16 @@ def _new(o):
             start=start,
             captured=o.capture,
             tensorboard=o.tensorboard,
-            settings=_settings(
-                o, config, train_config, run["micro"], dtype_name(storage), place, train_files, val_files
-            ),
+            settings=_settings(o, config, run["micro"], dtype_name(storage), place, train_files, val_files),
             report=reporter(),
         )
 
 
-def _decay(o) -> int:
-    if o.schedule is not Schedule.wsd:
-        return 0
-    return max(1, o.steps // 10) if o.decay is None else o.decay
+def _what_follows(lr: float, steps: int, schedule: str) -> dict:
+    """Options that follow from others where nobody gives them. A run's config.toml does not hold them then:
+    who gives it with another lr or more steps gets those that follow from these."""
+    decay = max(1, steps // 10) if schedule == Schedule.wsd else None
+    return {"warmup": min(100, steps // 10), "min_lr": lr / 10, "decay": decay}
 
 
 def _number(loss_scale: str) -> float | str:
@@ -213,20 +219,15 @@ def _with_vocabulary(config, o, kind):
     )
 
 
-def _settings(o, config, train_config, micro, dtype, place, train_files, val_files) -> dict:
-    """Every option as it was resolved, for config.toml."""
-    values = vars(o) | dict(
-        micro=micro, dtype=dtype, device=place, warmup=train_config.warmup, min_lr=train_config.min_lr,
-        decay=train_config.decay, dropout=config.dropout,
-    )  # fmt: skip
+def _settings(o, config, micro, dtype, place, train_files, val_files) -> dict:
+    """Every option as it was resolved, but for what follows from others, for config.toml."""
+    values = vars(o) | dict(micro=micro, dtype=dtype, device=place, dropout=config.dropout)
     if o.init is None:
         values |= {name: getattr(config, name) for name in (*SIZES, "vocab_size")}
     else:
         del values["preset"]
     if o.data:
         values |= {"data": train_files, "val": val_files}
-    if o.schedule is not Schedule.wsd:
-        del values["decay"]
     for name in ("given", "from_file", "config", "resume", "total_batch_tokens"):
         del values[name]
     plain = {name: _plain(value) for name, value in values.items()}
@@ -254,11 +255,12 @@ def _text(o) -> str:
 
 def _tokenizer(o, text: str | None, brought):
     """The tokenizer of the text, of the token files, or None. `brought`: that of --init."""
-    from nbtrain.tokenizer import load_tokenizer
-
     if text is None:
-        beside = Path(o.data[0]).parent / "tokenizer.json"
-        return load_tokenizer(beside) if beside.is_file() else brought
+        if brought is not None:
+            check_beside(o.data, brought, "--init")
+        beside = brought or tokenizer_beside(o.data)
+        check_beside(o.val or (), beside, "--data")
+        return beside
     return make_tokenizer(o.tokenizer, text, o.vocab_size) if brought is None else brought
 
 

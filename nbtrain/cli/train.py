@@ -77,9 +77,9 @@ def train(
         typer.Option(help="Ids of the vocabulary; needed for --data without a tokenizer.json beside it."),
     ] = None,
     dropout: Annotated[float, typer.Option(help="Dropout probability.")] = 0.0,
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 2000,
-    batch_size: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 12,
-    micro: Annotated[int, typer.Option(help="Micro-batches a step; their gradients add up.")] = 1,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.", min=1)] = 2000,
+    batch_size: Annotated[int, typer.Option(help="Sequences of a micro-batch.", min=1)] = 12,
+    micro: Annotated[int, typer.Option(help="Micro-batches a step; their gradients add up.", min=1)] = 1,
     total_batch_tokens: Annotated[
         int | None, typer.Option(help="Tokens of a step, instead of --micro, as 524288.")
     ] = None,
@@ -146,7 +146,9 @@ def train(
             "to go on in."
         ),
     ] = Path("runs/latest"),
-    sample_tokens: Annotated[int, typer.Option(help="Tokens of text to print at the end; 0: none.")] = 400,
+    sample_tokens: Annotated[
+        int, typer.Option(help="Tokens of text to print at the end; 0: none.", min=0)
+    ] = 400,
 ) -> None:
     """Train a model, from scratch, from a checkpoint, or from GPT-2's weights.
 
