@@ -186,6 +186,20 @@ def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path):
             load(tmp_path / "other", device="cpu")
 
 
+@pytest.mark.parametrize("name", ["config.toml", "log.jsonl"])
+def test_a_run_that_has_saved_nothing_is_no_stranger(name, tmp_path):
+    (tmp_path / name).touch()
+    with pytest.raises(InvalidValue, match=f"^{tmp_path}: this run has saved no checkpoint yet.* wait for it"):
+        load(tmp_path, device="cpu")
+
+
+def test_a_folder_of_transformers_is_to_be_imported(tmp_path):
+    for name in (MODEL, "config.json"):
+        (tmp_path / name).touch()
+    with pytest.raises(InvalidValue, match=f"of transformers, .*: nbtrain import {tmp_path} --out FOLDER"):
+        load(tmp_path, device="cpu")
+
+
 @pytest.mark.parametrize("version", [0, 2, "1", None])
 def test_an_unknown_format_version_is_refused(version, tmp_path):
     folder = _saved(tmp_path / "a")
