@@ -329,13 +329,13 @@ def _find(directory: Path) -> Path:
     if directory.exists() and any(directory.iterdir() if directory.is_dir() else [directory]):
         if any((directory / name).is_file() for name in ("config.toml", "log.jsonl")):
             raise InvalidValue(
-                f"{directory}: this run has saved no checkpoint yet. It saves one at its end, when Ctrl-C stops "
-                "it, and every save_every steps: wait for it, or train anew if it has ended without."
+                f"{directory}: this run has saved no checkpoint yet. It saves one at its end, when Ctrl-C "
+                "stops it, and every save_every steps: wait for it, or train anew if it has ended without."
             )
         if (directory / "config.json").is_file():
             raise InvalidValue(
-                f"{directory} is a folder of transformers, by its config.json, and no checkpoint. Make one of "
-                f"it: nbtrain import {directory} --out FOLDER"
+                f"{directory} is a folder of transformers, by its config.json, and no checkpoint. Make one "
+                f"of it: nbtrain import {directory} --out FOLDER"
             )
         raise InvalidValue(
             f"{directory} is no checkpoint: there is no {INDEX} in it. Give the folder that save wrote, or "

@@ -189,7 +189,7 @@ def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path):
 @pytest.mark.parametrize("name", ["config.toml", "log.jsonl"])
 def test_a_run_that_has_saved_nothing_is_no_stranger(name, tmp_path):
     (tmp_path / name).touch()
-    with pytest.raises(InvalidValue, match=f"^{tmp_path}: this run has saved no checkpoint yet.* wait for it"):
+    with pytest.raises(InvalidValue, match=f"^{tmp_path}: this run has saved no checkpoint yet"):
         load(tmp_path, device="cpu")
 
 
