@@ -23,6 +23,7 @@ from nbtrain.plan import plan as plan
 from nbtrain.train import Metrics as Metrics
 from nbtrain.train import OptState as OptState
 from nbtrain.train import init as init
+from nbtrain.train import init_opt_state as init_opt_state
 from nbtrain.train import make_eval_step as make_eval_step
 from nbtrain.train import make_train_step as make_train_step
 

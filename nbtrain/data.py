@@ -357,7 +357,8 @@ def _continued(state: dict, data: dict, seed: int | None, batches_per_epoch: int
     if unlike:
         if set(unlike) == {"content"}:
             raise InvalidValue(
-                "state belongs to other data: the files have other names or tokens. Give those it was taken with."
+                "state belongs to other data: the files have other names or tokens. Give those it was taken "
+                "with."
             )
         unlike.pop("content", None)  # a hash tells nobody anything
         pairs = ", ".join(f"{name} {was!r} then and {now!r} now" for name, (was, now) in unlike.items())

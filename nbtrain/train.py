@@ -39,6 +39,7 @@ from nbtrain.optim import Schedule
 from nbtrain.precision import LossScale, LossScaling, choose
 from nbtrain.tree import Layout, Tree
 
+SAMPLE, N_SAMPLES = 256, 16  # elements, and how many samples of so many are compared
 Array = Any  # numpy.ndarray or cupy.ndarray
 # What takes memory, and what to do where it is not there.
 A_STEP = (
@@ -251,6 +252,7 @@ class TrainStep:
         A, B, _ = batch.tokens.shape
         memory = params.layout, params.dtype, device_of(params.buffer)
         if memory != self._memory:
+            _check_master(params, state)
             self._compile_ahead(params, batch.tokens.shape)
             decay = to_device(params.layout.decay_flags(), device_of(params.buffer))
             # Together, so that a step without enough memory leaves nothing half made.
@@ -351,6 +353,23 @@ def check_state(params, state) -> None:
         if tree.layout != params.layout:
             raise InvalidValue(
                 f"opt_state.{name} has another layout than params. Take both from one nb.init or checkpoint."
+            )
+
+
+def _check_master(params: Tree, state: OptState) -> None:
+    """Raises where params are other weights than opt_state's master weights, by samples: the update would
+    take those, and what was given as params would be lost. On a GPU this waits for the device."""
+    a, b = params.buffer, state.master.buffer
+    if a is b or device_of(a) == "plan":
+        return
+    for start in np.linspace(0, max(a.size - SAMPLE, 0), N_SAMPLES).astype(int).tolist():
+        given, master = (to_host(x[start : start + SAMPLE]) for x in (a, b))
+        with np.errstate(over="ignore"):  # too large for fp16 is infinite there too
+            rounded = master.astype(a.dtype).astype(np.float32)
+        if not np.allclose(given.astype(np.float32), rounded, rtol=2.0**-6, equal_nan=True):
+            raise InvalidValue(
+                "params are other weights than opt_state.master holds, and a step goes on from those. For "
+                "weights that come alone, nb.init_opt_state(params) makes the state."
             )
 
 

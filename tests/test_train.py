@@ -557,6 +557,30 @@ def test_a_captured_step_reads_the_limits_of_every_call(captured):
     assert skipped == [False, True, False, True] and int(state.updates[0]) == 2
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("make", [lambda step: step, donate])
+def test_weights_beside_another_s_optimizer_state_are_refused_and_nothing_is_lost(make, dtype):
+    """What nb.load gives, with the state of a fresh nb.init: the step would train the fresh weights."""
+    loaded, state = init(TINY, 1, dtype, "cpu")
+    fresh, other = init(TINY, 2, dtype, "cpu")
+    step = make(make_train_step(TINY, TrainConfig(lr=1e-2)))
+    with pytest.raises(
+        InvalidValue, match=r"other weights than opt_state.master .* nb.init_opt_state\(params\)"
+    ):
+        step(loaded, other, batch_of(TINY))
+    assert np.isfinite(loaded.buffer.astype(np.float32)).all() and int(other.step[0]) == 0
+    step(loaded, state, batch_of(TINY))
+    step(fresh, init_opt_state(fresh), batch_of(TINY))
+
+
+def test_weights_that_are_not_finite_are_those_of_their_master():
+    params, state = init(TINY, 1, "bf16", "cpu")
+    state.master.buffer[5:7] = np.nan, np.inf
+    params.buffer[5:7] = np.nan, np.inf
+    _, _, metrics = make_train_step(TINY)(params, state, batch_of(TINY))
+    assert metrics.skipped
+
+
 def test_a_captured_step_takes_its_own_params_with_a_new_optimizer_state(captured):
     step = captured(make_train_step(TINY, TrainConfig(lr=1e-2)))
     params, state, _ = step(*init(TINY, 0, "bf16", "cpu"), batch_of(TINY))

@@ -178,11 +178,21 @@ class _CacheFiles:
                     return data if found == key else None
         except FileNotFoundError:
             pass
+        _say_that_it_compiles()
         return None
 
     def flush(self) -> None:
         for path in self._folder.glob(f"{self._name}.*.nbc"):
             path.unlink(missing_ok=True)
+
+
+def _say_that_it_compiles() -> None:
+    from nbtrain.device.place import say_once  # which stands on this module
+
+    say_once(
+        "compiling for this CPU, once, half a minute or so for a whole model; the code is kept in "
+        f"{cache_folder()}"
+    )
 
 
 class _CacheImpl(caching.CompileResultCacheImpl):
