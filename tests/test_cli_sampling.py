@@ -143,6 +143,24 @@ def test_a_file_of_prompts_that_is_none_is_named(model, nb, tmp_path, content, m
     assert code == 1 and "prompts.txt" in err and message in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(
+    "option, value",
+    [("top-k", 0), ("top-p", 2), ("temperature", -1), ("seed", -1), ("max-new-tokens", -1)],
+)
+def test_a_wrong_option_is_told_before_the_prompt_is_printed(option, value, n, model, nb):
+    command = ("sample", model[0], "--prompt", "The", "--num-samples", n, "--device", "cpu")
+    code, out, err = nb(*command, f"--{option}", value)
+    assert (code, out) == (1, "") and err.startswith(f"nbtrain: {option.replace('-', '_')} must ")
+
+
+def test_a_lost_model_is_told_on_a_line_of_its_own(model, nb, tmp_path):
+    model[1]["lnf_b"][...] = np.nan
+    save(tmp_path / "lost", model[1], config=CONFIG, tokenizer=ByteTokenizer())
+    code, out, err = nb("sample", tmp_path / "lost", "--prompt", "The", "--device", "cpu")
+    assert (code, out) == (1, "The\n") and err.startswith("nbtrain: the logit of token 0 is nan")
+
+
 def test_samples_are_counted_before_memory_is_taken(nb, tmp_path):
     (tmp_path / "prompts.txt").write_text("x\n" * 101)
     one, many = (), ("--prompts-file", tmp_path / "prompts.txt")

@@ -94,23 +94,25 @@ def print_sample(checkpoint, prompt: str | None, max_new_tokens: int, **options)
     from nbtrain.generate import generate_stream
 
     tokenizer = checkpoint.tokenizer
-    ids = _ids(tokenizer, prompt)
+    stream = generate_stream(  # checks the options, before anything is printed
+        checkpoint.params, checkpoint.config, _ids(tokenizer, prompt), max_new_tokens=max_new_tokens,
+        stop=tokenizer.eot, **options,
+    )  # fmt: skip
     print(printable(prompt or ""), end="", flush=True)
     n_unknown = 0
 
     def known() -> Iterator[int]:
         nonlocal n_unknown
-        for token in generate_stream(
-            checkpoint.params, checkpoint.config, ids, max_new_tokens=max_new_tokens,
-            stop=tokenizer.eot, **options,
-        ):  # fmt: skip
+        for token in stream:
             n_unknown += int(token >= tokenizer.vocab_size)
             if token < tokenizer.vocab_size and token != tokenizer.eot:
                 yield int(token)
 
-    for piece in pieces(tokenizer, known()):
-        print(printable(piece), end="", flush=True)
-    print()
+    try:
+        for piece in pieces(tokenizer, known()):
+            print(printable(piece), end="", flush=True)
+    finally:
+        print()  # an error has a line of its own
     _tell_unknown(n_unknown, checkpoint)
 
 
