@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from nbtrain.errors import InvalidType, InvalidValue
 
@@ -118,9 +119,12 @@ class TrainConfig:
         if (
             not isinstance(self.betas, tuple)
             or len(self.betas) != 2
-            or not all(isinstance(b, int | float) and 0 <= b < 1 for b in self.betas)
+            or not all(is_number(b) and 0 <= b < 1 for b in self.betas)
         ):
             raise InvalidValue(f"betas are two numbers in [0, 1); got {self.betas!r}.")
+        object.__setattr__(self, "betas", tuple(map(_plain, self.betas)))
+        if is_number(self.loss_scale):
+            object.__setattr__(self, "loss_scale", _plain(self.loss_scale))
         self.remat_every(1)
 
     def remat_every(self, n_layer: int) -> int:
@@ -135,21 +139,39 @@ class TrainConfig:
         raise InvalidValue(f'remat is "none", "every:k" with k >= 1, or "full"; got {self.remat!r}.')
 
 
+def is_whole(x) -> bool:
+    """Whether `x` is a whole number, of Python's or NumPy's; a bool is none."""
+    return isinstance(x, Integral) and not isinstance(x, bool)
+
+
+def is_number(x) -> bool:
+    """Whether `x` is a real number, of Python's or NumPy's; a bool is none."""
+    return isinstance(x, Real) and not isinstance(x, bool)
+
+
+def _plain(x) -> int | float:
+    """A number as Python's own, which JSON can hold and whose hash is the same from run to run."""
+    return int(x) if isinstance(x, Integral) else float(x)
+
+
 def _whole(config, field, least, most):
     value = getattr(config, field)
-    if isinstance(value, bool) or not isinstance(value, int):
+    if not is_whole(value):
         raise InvalidType(f"{field} must be an int; got {value!r} ({type(value).__name__}).")
     if not least <= value <= most:
         raise InvalidValue(f"{field} must be in {least} … {most}; got {value}.")
+    object.__setattr__(config, field, int(value))
 
 
 def _number(config, field, least, most, open_above=False):
     value = getattr(config, field)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_number(value):
         raise InvalidType(f"{field} must be a number; got {value!r} ({type(value).__name__}).")
+    value = _plain(value)
     if not least <= value <= most or value == math.inf or (open_above and value == most):
         end = ")" if open_above or most == math.inf else "]"
         raise InvalidValue(f"{field} must be in [{least}, {most}{end}; got {value}.")
+    object.__setattr__(config, field, value)
 
 
 def from_dict(kind, values: dict):
