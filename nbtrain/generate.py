@@ -11,13 +11,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from nbtrain.config import GPTConfig
+from nbtrain.config import GPTConfig, is_whole
 from nbtrain.decode import Decoder
 from nbtrain.device.download import Download
 from nbtrain.device.place import to_device, use
 from nbtrain.errors import InvalidType, InvalidValue
-from nbtrain.ops.sample import bad_logit, check_options, sample
-from nbtrain.tree import Tree
+from nbtrain.ops.sample import bad_logit, checked_options, sample
+from nbtrain.tree import Tree, check_params
 
 
 def generate(
@@ -74,32 +74,24 @@ def generate_stream(
     On a GPU a token is handed out when the next one has been launched.
     """
     prompts, shape = _checked_prompts(prompt_ids, config)
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
-        raise InvalidValue(f"max_new_tokens must be an int, 0 or more; got {max_new_tokens!r}.")
-    check_options(temperature, top_k, top_p)
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise InvalidValue(f"seed must be an int, 0 or more; got {seed!r}.")
-    if stop is not None and (
-        isinstance(stop, bool) or not isinstance(stop, int) or not 0 <= stop < config.vocab_size
-    ):
+    for name, value in (("max_new_tokens", max_new_tokens), ("seed", seed)):
+        if not is_whole(value) or value < 0:
+            raise InvalidValue(f"{name} must be an int, 0 or more; got {value!r}.")
+    temperature, top_k, top_p = checked_options(temperature, top_k, top_p)
+    if stop is not None and not (is_whole(stop) and 0 <= stop < config.vocab_size):
         raise InvalidValue(
             f"stop must be an id, an int in 0 … {config.vocab_size - 1}, or None; got {stop!r}."
         )
-    longest = max(len(prompt) for prompt in prompts) + max_new_tokens
+    longest = max(len(prompt) for prompt in prompts) + int(max_new_tokens)
     need = min(longest, config.block_size)
     if decoder is None:
         decoder = Decoder(params, config, len(prompts), need)
-    elif not decoder.serves(params) or decoder.config != config:
-        raise InvalidValue("the decoder was made with other params or another config. Make one for these.")
-    elif decoder.batch_size != len(prompts) or decoder.length < need:
-        raise InvalidValue(
-            f"the decoder holds {decoder.batch_size} sequences of {decoder.length} tokens; this call needs "
-            f"{len(prompts)} of {need}. Make one with Decoder(params, config, {len(prompts)}, {need})."
-        )
     else:
+        check_params(params, config.leaves())
+        _check_decoder(decoder, params, config, len(prompts), need)
         decoder.refresh()
     draw = dict(temperature=temperature, top_k=top_k, top_p=top_p)
-    tokens = _stream(decoder, prompts, max_new_tokens, draw, seed, stop)
+    tokens = _stream(decoder, prompts, int(max_new_tokens), draw, int(seed), stop)
     return (token[0] for token in tokens) if shape is not None and len(shape) == 1 else tokens
 
 
@@ -151,6 +143,22 @@ def _stream(decoder, prompts, max_new_tokens, draw, seed, stop):
         yield arrived(pending)
 
 
+def _check_decoder(decoder: Decoder, params: Tree, config: GPTConfig, n: int, need: int) -> None:
+    """Raises unless it decodes `n` sequences of `need` tokens with these params."""
+    if not isinstance(decoder, Decoder):
+        raise InvalidType(
+            f"decoder must be a Decoder or None; got {type(decoder).__name__}. Make one with "
+            f"Decoder(params, config, {n}, {need})."
+        )
+    if not decoder.serves(params) or decoder.config != config:
+        raise InvalidValue("the decoder was made with other params or another config. Make one for these.")
+    if decoder.batch_size != n or decoder.length < need:
+        raise InvalidValue(
+            f"the decoder holds {decoder.batch_size} sequences of {decoder.length} tokens; this call needs "
+            f"{n} of {need}. Make one with Decoder(params, config, {n}, {need})."
+        )
+
+
 def _check_token(token: int) -> None:
     if found := bad_logit(token):
         at, value = found
@@ -170,10 +178,17 @@ def _checked_prompts(prompt_ids, config: GPTConfig) -> tuple[list[np.ndarray], t
         )
     vocab_size = config.vocab_size
     rows = prompt_ids if isinstance(prompt_ids, list | tuple) else [prompt_ids]
-    lengths = {len(row) for row in rows if hasattr(row, "__len__") and np.ndim(row) == 1}
-    if len(lengths) > 1 and all(np.ndim(row) == 1 for row in rows):
-        return [_checked(np.asarray(row), f"prompt_ids[{i}]", vocab_size) for i, row in enumerate(rows)], None
-    ids = np.asarray(prompt_ids)
+    try:
+        lengths = {len(row) for row in rows if hasattr(row, "__len__") and np.ndim(row) == 1}
+        several = len(lengths) > 1 and all(np.ndim(row) == 1 for row in rows)
+        ids = list(map(np.asarray, rows)) if several else np.asarray(prompt_ids)
+    except (TypeError, ValueError) as error:  # NumPy's, or whatever the array of another library raises
+        raise InvalidType(
+            "prompt_ids must be ids of the host, (n,) or (B, n), or a list of such (n,); they make no array: "
+            f"{error} Give every prompt as a list of ints, or as a NumPy array."
+        ) from None
+    if isinstance(ids, list):
+        return [_checked(row, f"prompt_ids[{i}]", vocab_size) for i, row in enumerate(ids)], None
     if ids.ndim not in (1, 2) or ids.size == 0:
         raise InvalidValue(
             "prompt_ids must be (n,) or (B, n), or a list of such (n,), with at least one token each; got "

@@ -13,7 +13,7 @@ import numpy as np
 
 from nbtrain.device import array_module
 from nbtrain.device.place import device_of
-from nbtrain.errors import InvalidValue
+from nbtrain.errors import InvalidType, InvalidValue
 
 TILE = 256  # elements; a leaf begins at a multiple of it, and has weight decay or not as a whole
 
@@ -58,7 +58,11 @@ class Layout(NamedTuple):
 
 
 def check_params(params: "Tree", leaves) -> None:
-    """Raises unless `params` is laid out as a config's `leaves()` are."""
+    """Raises unless `params` is a Tree, laid out as a config's `leaves()` are."""
+    if not isinstance(params, Tree):
+        raise InvalidType(
+            f"params must be a Tree, as nbtrain.init and nbtrain.load give it; got {type(params).__name__}."
+        )
     if params.layout != Layout.of(leaves):
         raise InvalidValue(
             f"params have {params.n_params:,} elements in another layout than this config's. Pass the config "

@@ -8,6 +8,7 @@ from nbtrain.device.download import Download
 from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.generate import generate, generate_stream
 from nbtrain.model import GPT, init_params
+from nbtrain.train import init_opt_state
 from tests.helpers import EPS
 
 CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=10, vocab_size=11)
@@ -185,14 +186,23 @@ def test_a_lost_model_raises_instead_of_writing():
         ("ROMEO", {}, InvalidValue, "got shape"),
         ([1, 11], {}, InvalidValue, r"prompt_ids\[1\] is 11, outside the vocabulary 0..10"),
         ([[1], [-1]], {}, InvalidValue, r"prompt_ids\[1, 0\] is -1"),
+        ([[1, 2], None], {}, InvalidType, "prompt_ids must be ids .* they make no array: .* list of ints"),
+        ([1, [2]], {}, InvalidType, "they make no array"),
+        ([[1], [2, [3]]], {}, InvalidType, "they make no array"),
         ([1], dict(max_new_tokens=-1), InvalidValue, "max_new_tokens"),
         ([1], dict(max_new_tokens=1.5), InvalidValue, "max_new_tokens"),
+        ([1], dict(max_new_tokens=np.float32(1)), InvalidValue, "max_new_tokens"),
+        ([1], dict(max_new_tokens="1"), InvalidValue, "max_new_tokens"),
+        ([1], dict(temperature="a"), InvalidValue, "temperature must be a number, 0 or more; got 'a'"),
         ([1], dict(temperature=-0.1), InvalidValue, "temperature"),
         ([1], dict(temperature=np.nan), InvalidValue, "temperature"),
         ([1], dict(top_k=0), InvalidValue, "top_k"),
         ([1], dict(top_p=0.0), InvalidValue, "top_p"),
         ([1], dict(top_p=1.1), InvalidValue, "top_p"),
         ([1], dict(seed=-1), InvalidValue, "seed"),
+        ([1], dict(seed=None), InvalidValue, "seed"),
+        ([1], dict(stop="a"), InvalidValue, "stop"),
+        ([1], dict(decoder=5), InvalidType, r"a Decoder or None; got int.*Decoder\(params, config, 1, 2\)"),
         ([1], dict(stop=11), InvalidValue, "stop must be an id, an int in 0 … 10"),
         ([1], dict(stop=True), InvalidValue, "stop"),
     ],
@@ -200,6 +210,35 @@ def test_a_lost_model_raises_instead_of_writing():
 def test_wrong_arguments_are_refused_before_the_first_token(prompt, options, error, message):
     with pytest.raises(error, match=message):
         generate_stream(_params(), CONFIG, prompt, **{"max_new_tokens": 1, **options})
+
+
+def test_an_array_that_does_not_come_to_the_host_is_refused():
+    class OnGpu(list):  # as CuPy's arrays do
+        def __array__(self, *args, **options):
+            raise TypeError("Implicit conversion to a NumPy array is not allowed.")
+
+    with pytest.raises(InvalidType, match="ids of the host.*Implicit conversion .* not allowed. Give"):
+        generate(_params(), CONFIG, OnGpu([1, 2]), max_new_tokens=1)
+
+
+def test_params_that_are_none_are_named():
+    """With a decoder and without; an OptState has the weights in it, but is no Tree of them."""
+    params = _params()
+    for decoder in (None, Decoder(params, CONFIG, 1)):
+        for wrong in (init_opt_state(params), None, dict(params)):
+            with pytest.raises(
+                InvalidType, match=f"params must be a Tree, .*; got {type(wrong).__name__}\\."
+            ):
+                generate(wrong, CONFIG, [1], max_new_tokens=1, decoder=decoder)
+
+
+def test_numbers_of_numpy_are_those_of_python():
+    params = _params()
+    options = dict(max_new_tokens=12, seed=3, stop=10, top_k=7, temperature=0.5, top_p=0.75)
+    want = generate(params, CONFIG, [[4, 2], [1, 1]], **options)
+    kinds = np.uint8, np.uint64, np.int64, np.int8, np.float16, np.float32
+    of_numpy = {name: kind(x) for kind, (name, x) in zip(kinds, options.items(), strict=True)}
+    assert np.array_equal(generate(params, CONFIG, [[4, 2], [1, 1]], **of_numpy), want)
 
 
 def test_the_config_of_another_model_is_refused():

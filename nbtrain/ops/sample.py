@@ -18,6 +18,7 @@ A row with a logit that is not finite has no next token. Its result is negative 
 """
 
 import functools
+from numbers import Integral, Real
 
 import numpy as np
 
@@ -334,7 +335,7 @@ def sample(
         raise InvalidValue(
             f"sample expects vocab_size in 1 … {min(L, MAX_VOCAB)}, of the {L} columns of logits; got {V}."
         )
-    check_options(temperature, top_k, top_p)
+    temperature, top_k, top_p = checked_options(temperature, top_k, top_p)
     if rng is None and temperature > 0:
         raise InvalidValue("sample draws by rng (3,) uint32 above temperature 0; got None.")
     tokens = array_module(logits).empty(N, np.int32) if tokens is None else tokens
@@ -353,14 +354,19 @@ def sample(
     return tokens
 
 
-def check_options(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Raises InvalidValue for what `sample` cannot take."""
-    if not 0 <= temperature < np.inf:
+def checked_options(
+    temperature: float, top_k: int | None, top_p: float | None
+) -> tuple[float, int | None, float | None]:
+    """The options of `sample`, as Python's numbers; raises InvalidValue for what it cannot take."""
+    if isinstance(temperature, bool) or not isinstance(temperature, Real) or not 0 <= temperature < np.inf:
         raise InvalidValue(f"temperature must be a number, 0 or more; got {temperature!r}.")
-    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
+    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, Integral) or top_k < 1):
         raise InvalidValue(f"top_k must be an int, 1 or more, or None; got {top_k!r}.")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise InvalidValue(f"top_p must lie in (0, 1], or be None; got {top_p!r}.")
+    if top_p is not None and (isinstance(top_p, bool) or not isinstance(top_p, Real) or not 0 < top_p <= 1):
+        raise InvalidValue(f"top_p must be a number in (0, 1], or None; got {top_p!r}.")
+    if not isinstance(temperature, int):  # which may be beyond float
+        temperature = float(temperature)
+    return temperature, None if top_k is None else int(top_k), None if top_p is None else float(top_p)
 
 
 def bad_logit(token: int) -> tuple[int, float] | None:

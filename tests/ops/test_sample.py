@@ -167,7 +167,23 @@ def test_rejects_what_it_cannot_take(xp):
         sample(logits.astype(np.int32), rng)
     with pytest.raises(InvalidType, match="rng int64"):
         sample(logits, rng.astype(np.int64))
-    wrong = dict(temperature=-1.0), dict(temperature=np.nan), dict(top_k=0), dict(top_p=0.0), dict(top_p=1.5)
-    for options in wrong:
-        with pytest.raises(InvalidValue, match=next(iter(options))):
-            sample(logits, rng, **options)
+    for option, values in {
+        "temperature": (-1.0, np.nan, np.float16("inf"), "1", None, True, np.ones(1)),
+        "top_k": (0, np.int64(0), 2.0, np.float32(2), "2", True),
+        "top_p": (0.0, 1.5, np.float32(1.5), "0.5", True),
+    }.items():
+        for value in values:
+            with pytest.raises(InvalidValue, match=f"{option} must be"):
+                sample(logits, rng, **{option: value})
+
+
+def test_numbers_of_numpy_are_those_of_python(xp):
+    rows = np.random.default_rng(4).normal(size=(9, 50)) * 2**-17
+    logits, rng = xp.asarray(rows.astype(np.float32)), xp.asarray(SEED)
+    want = sample(logits, rng, temperature=2**-17, top_k=40, top_p=0.75).tolist()
+    assert want != rows.argmax(1).tolist()
+    for kind in (np.float16, np.float32, np.float64):  # 1 / temperature is beyond fp16
+        options = dict(temperature=kind(2**-17), top_k=np.int64(40), top_p=kind(0.75))
+        assert sample(logits, rng, **options).tolist() == want
+    largest = (sample(logits, rng, temperature=t).tolist() for t in (10**400, 1e300))
+    assert next(largest) == next(largest)
