@@ -13,14 +13,14 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from nbtrain.batch import IGNORE_INDEX, Batch, check_batch, stable_order
 from nbtrain.device.transfer import Uploader
-from nbtrain.errors import InvalidValue
+from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.token_file import MAX_VOCAB_SIZE, TokenFile, write_tokens
 
 __all__ = ["Batch", "Batches", "TokenFile", "batches", "check_batch", "eval_batches", "write_tokens"]
@@ -376,9 +376,15 @@ def _continued(state: dict, data: dict, seed: int | None, batches_per_epoch: int
 
 def resolve(pattern_or_paths) -> list[Path]:
     """The files of a path, a glob pattern or a list of them, each pattern's sorted by name."""
-    single = isinstance(pattern_or_paths, str | os.PathLike)
+    several = isinstance(pattern_or_paths, Iterable) and not isinstance(pattern_or_paths, str | os.PathLike)
     paths: list[Path] = []
-    for pattern in [pattern_or_paths] if single else pattern_or_paths:
+    for pattern in pattern_or_paths if several else [pattern_or_paths]:
+        if not isinstance(pattern, str | os.PathLike):
+            raise InvalidType(
+                "expected a path of token files, a glob pattern or a list of them; got "
+                f"{type(pattern_or_paths).__name__}. Ids in memory go to a file first: "
+                "nbtrain.data.write_tokens(path, ids, vocab_size=...)."
+            )
         found = [str(pattern)] if Path(pattern).exists() else sorted(glob.glob(str(pattern), recursive=True))
         if not found:
             raise InvalidValue(

@@ -86,6 +86,7 @@ class CharTokenizer(_Tokenizer):
     @classmethod
     def from_text(cls, text: str) -> "CharTokenizer":
         """The tokenizer of the characters that occur in `text`."""
+        _check_text(text, "CharTokenizer.from_text")
         if not text:
             raise InvalidValue("CharTokenizer.from_text expects a text; got 0 characters.")
         return cls("".join(sorted(set(text))))
@@ -100,6 +101,7 @@ class CharTokenizer(_Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """The ids (n,) int32 of a text's n characters."""
+        _check_text(text)
         points = _code_points(text)
         ids = np.minimum(np.searchsorted(self._points, points), self.vocab_size - 1)
         unknown = self._points[ids] != points
@@ -335,9 +337,13 @@ def _kind_of(d) -> str | None:
     return d.get("kind") if isinstance(d, dict) else None
 
 
-def _utf8(text: str) -> bytes:
+def _check_text(text: str, what: str = "encode") -> None:
     if not isinstance(text, str):
-        raise InvalidType(f"encode expects a str; got {type(text).__name__}.")
+        raise InvalidType(f"{what} expects a str; got {type(text).__name__}.")
+
+
+def _utf8(text: str) -> bytes:
+    _check_text(text)
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -490,6 +490,23 @@ def test_batches_refuses(change, message, tmp_path):
     assert not _prefetching()
 
 
+@pytest.mark.parametrize(
+    "paths, got",
+    [(np.arange(100), "ndarray"), ([1, 2], "list"), (None, "NoneType"), (3, "int"), (b"a", "bytes")],
+)
+def test_ids_are_no_token_files(paths, got):
+    for make in (batches, eval_batches):
+        with pytest.raises(InvalidType, match=rf"a path of token files, .*; got {got}\. .*write_tokens\("):
+            make(paths, B=2, T=8)
+    assert not _prefetching()
+
+
+def test_files_may_come_from_any_iterable(tmp_path):
+    path = _file(tmp_path, 100)
+    with batches((p for p in (path, str(path))), B=2, T=8) as source:
+        assert source.state()["data"]["files"] == 2
+
+
 def test_absent_or_empty_data_is_named(tmp_path):
     for make in (batches, eval_batches):
         with pytest.raises(InvalidValue, match=r"no token file matches '.*train_\*\.bin'"):

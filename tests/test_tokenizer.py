@@ -82,8 +82,17 @@ def test_ids_outside_the_vocabulary_are_named(tokenizer):
 def test_half_a_surrogate_pair_has_no_bytes(tokenizer):
     with pytest.raises(InvalidValue, match="position 1 is half of a surrogate pair"):
         tokenizer.encode("a\ud800")
-    with pytest.raises(InvalidType, match="expects a str; got bytes"):
-        tokenizer.encode(b"a")
+
+
+@pytest.mark.parametrize(
+    "encode",
+    [CharTokenizer("ab").encode, CharTokenizer.from_text, ByteTokenizer().encode, trained().encode],
+    ids=["char", "from_text", "byte", "bpe"],
+)
+@pytest.mark.parametrize("text, got", [(b"a", "bytes"), (None, "NoneType"), (["a"], "list")])
+def test_what_is_no_text_is_refused(encode, text, got):
+    with pytest.raises(InvalidType, match=f"expects a str; got {got}"):
+        encode(text)
 
 
 # Byte pairs
