@@ -14,6 +14,7 @@ ending's bytes of UTF-8 without the space: per byte, not per token, so that toke
 first of equal ones is the answer.
 """
 
+import codecs
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nbtrain.batch import IGNORE_INDEX, Batch
-from nbtrain.config import GPTConfig
+from nbtrain.config import GPTConfig, is_whole
 from nbtrain.device.place import enough_memory, to_device, to_host, use
 from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.model import GPT
@@ -86,7 +87,8 @@ def loss_of_tokens(params: Tree, config: GPTConfig, ids, *, batch_size: int = 16
 
 def read_questions(path: str | Path) -> list[Question]:
     """The questions of a JSON-lines file; empty lines are skipped, other keys than the three ignored. A label
-    may be a number or its digits as text. Raises InvalidValue naming file and line."""
+    may be a number or its digits as text, and a byte order mark may stand at the beginning. Raises
+    InvalidValue naming file and line."""
     path = Path(path)
     questions = []
     with open(path, "rb") as file:
@@ -98,6 +100,8 @@ def read_questions(path: str | Path) -> list[Question]:
                     f"{path}:{number}: expected a line of at most {MOST_LINE_BYTES} bytes. Is it JSON-lines, "
                     "one question a line?"
                 )
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
                 questions.append(_question(line, f"{path}:{number}"))
     if not questions:
@@ -226,5 +230,5 @@ def _check_ids(ids: np.ndarray, vocab_size: int, name: str) -> None:
 
 
 def _check_batch_size(batch_size: int) -> None:
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+    if not is_whole(batch_size) or batch_size < 1:
         raise InvalidValue(f"batch_size must be an int, 1 or more; got {batch_size!r}.")

@@ -1,5 +1,6 @@
 """nbtrain sample with several prompts, and nbtrain eval on text and questions."""
 
+import codecs
 import json
 import re
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from nbtrain.checkpoint import load, save
-from nbtrain.cli.sample import MOST_TEXTS, pieces, print_sample, print_samples, printable
+from nbtrain.cli.sample import MOST_TEXTS, pieces, print_sample, print_samples, printable, read_prompts
 from nbtrain.config import GPTConfig
 from nbtrain.device.place import resolve_device
 from nbtrain.evaluation import loss_of_tokens
@@ -89,7 +90,8 @@ def test_pieces_do_not_take_longer_from_token_to_token():
 
 
 def test_prompts_come_from_a_file_and_samples_in_number(model, nb, tmp_path):
-    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "prompts.txt").write_bytes(codecs.BOM_UTF8 + b"one\n\ntwo\r\n")
+    assert read_prompts(tmp_path / "prompts.txt") == ["one", "two"]
     command = ("sample", model[0], "--prompts-file", tmp_path / "prompts.txt", "--num-samples", 3)
     code, out, _ = nb(*command, "--max-new-tokens", 5, "--device", "cpu")
     begun = re.findall(r"^--- (\d)\n(one|two)", out, re.M)
@@ -130,6 +132,7 @@ def test_several_texts_are_stripped_of_what_a_terminal_would_obey(nb, tmp_path):
     [
         (b"\xff\xfe", "expected UTF-8 text"),
         (b"\n\n", "expected a prompt on each line"),
+        (codecs.BOM_UTF8, "expected a prompt on each line"),
         (None, "prompts.txt: expected a text file of prompts; it cannot be read: No such file"),
         ("folder", "prompts.txt: expected a text file of prompts; it cannot be read: Is a directory"),
     ],

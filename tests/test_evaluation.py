@@ -1,3 +1,4 @@
+import codecs
 import json
 
 import numpy as np
@@ -39,7 +40,7 @@ def test_the_loss_is_the_mean_over_windows_behind_each_other():
     params = _params()
     ids = np.random.default_rng(0).integers(0, 256, 40).astype(np.int32)
     want = [_log_p(params, ids[i : i + 13]) for i in range(0, 39, 12)]
-    for batch_size in (1, 3, 16):
+    for batch_size in (1, np.int64(3), 16):
         got = loss_of_tokens(params, CONFIG, ids, batch_size=batch_size)
         assert got.n_tokens == 39 and got.loss == pytest.approx(-np.concatenate(want).mean(), rel=1e-5)
     short = loss_of_tokens(params, CONFIG, ids[:5])
@@ -114,6 +115,8 @@ def test_what_a_tokenizer_or_model_cannot_take_is_named_with_its_line():
         loss_of_tokens(params, CONFIG, [1])
     with pytest.raises(InvalidValue, match="batch_size"):
         loss_of_tokens(params, CONFIG, [1, 2], batch_size=0)
+    with pytest.raises(InvalidValue, match="batch_size"):
+        loss_of_tokens(params, CONFIG, [1, 2], batch_size="2")
     with pytest.raises(InvalidValue, match="another layout"):
         loss_of_tokens(params, GPTConfig(n_layer=2, n_head=2, n_embd=16, vocab_size=256), [1, 2])
 
@@ -133,6 +136,15 @@ def test_questions_are_read_with_their_lines(tmp_path):
         Question("He", ("sat.", "ran away."), 1, f"{path}:1"),
         Question("He", ("sat.", "ran away."), 0, f"{path}:3"),
     ]
+
+
+def test_a_byte_order_mark_may_stand_at_the_beginning_alone(tmp_path):
+    marked = codecs.BOM_UTF8 + json.dumps(GOOD).encode()
+    question = Question("He", ("sat.", "ran away."), 1, f"{tmp_path / 'q.jsonl'}:1")
+    assert read_questions(_write(tmp_path, marked)) == [question]
+    assert read_questions(_write(tmp_path, codecs.BOM_UTF8, GOOD))[0].place.endswith("q.jsonl:2")
+    with pytest.raises(InvalidValue, match=r"q\.jsonl:2: expected a JSON object"):
+        read_questions(_write(tmp_path, GOOD, marked))
 
 
 @pytest.mark.parametrize(

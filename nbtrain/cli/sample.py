@@ -70,14 +70,14 @@ def sample(
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The lines of a text file that are not empty."""
+    """The lines of a text file that are not empty; a byte order mark is no text."""
     try:
         n_bytes = path.stat().st_size
         if n_bytes > MOST_PROMPT_BYTES:
             raise InvalidValue(
                 f"{path}: expected at most {MOST_PROMPT_BYTES} bytes of prompts; got {n_bytes}. Split it."
             )
-        prompts = [line for line in path.read_text("utf-8").split("\n") if line]
+        prompts = [line for line in path.read_text("utf-8-sig").split("\n") if line]
     except OSError as error:
         raise InvalidValue(
             f"{path}: expected a text file of prompts; it cannot be read: {error.strerror}. Check the path."
