@@ -209,6 +209,21 @@ def test_prepared_files_are_those_that_training_makes(trained, nb, tmp_path):
         assert (tmp_path / "data" / name).read_bytes() == (trained[0] / "data" / name).read_bytes()
 
 
+def test_eval_refuses_the_ids_of_another_tokenizer(trained, nb, tmp_path):
+    (tmp_path / "text.txt").write_text("0123456789\n" * 300)
+    code, _, err = nb("prepare", tmp_path / "text.txt", "--out", tmp_path / "digits")
+    assert code == 0, err
+    digits, letters = tmp_path / "digits" / "val_*.bin", trained[0] / "data" / "val_*.bin"
+    code, out, err = nb("eval", trained[0], "--data", digits, "--device", "cpu")
+    assert code == 1 and not out and err.count("\n") == 1
+    assert f"{digits} was made with another tokenizer (char, 11 ids) than {trained[0]}" in err
+    code, _, err = nb("eval", trained[0], "--data", letters, "--data", digits, "--device", "cpu")
+    assert code == 1 and "token files of two tokenizers" in err
+    (tmp_path / "digits" / "tokenizer.json").unlink()  # nothing says what the ids are
+    code, out, err = nb("eval", trained[0], "--data", digits, "--device", "cpu")
+    assert code == 0 and out.startswith("loss "), err
+
+
 def test_eval_tells_the_final_validation_loss(trained, nb):
     folder, told = trained
     code, out, err = nb("eval", folder, "--data", folder / "data" / "val_*.bin", "--device", "cpu")

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from nbtrain.cli.app import Format, command
+from nbtrain.cli.token_files import check_beside
 from nbtrain.errors import InvalidValue
 
 
@@ -50,6 +51,7 @@ def eval_(
             f"{checkpoint.meta['path']} holds no tokenizer, so text is no tokens here. Give token files with "
             "--data."
         )
+    check_beside(data or (), tokenizer, str(checkpoint.meta["path"]))
     with use(params.device):
         if data:
             _print_loss_of_files(params, config, data, format.value, batch_size)
