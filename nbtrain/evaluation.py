@@ -17,7 +17,7 @@ first of equal ones is the answer.
 import codecs
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.model import GPT
 from nbtrain.tree import Tree, check_params
 
+Report = Callable[[int, int], None]  # how much is done, of how much
 MOST_LINE_BYTES = 1 << 20  # of a file of questions
 LENGTH_STEP = 32  # batches of endings have lengths that are multiples of it, so that few shapes occur
 
@@ -69,8 +70,11 @@ class Scorer(GPT):
             return to_host(self._scratch("losses", (tokens.size,), np.float32)).reshape(tokens.shape).copy()
 
 
-def loss_of_tokens(params: Tree, config: GPTConfig, ids, *, batch_size: int = 16) -> TextLoss:
-    """The loss on a sequence of ids (n,), n >= 2."""
+def loss_of_tokens(
+    params: Tree, config: GPTConfig, ids, *, batch_size: int = 16, report: Report = lambda done, total: None
+) -> TextLoss:
+    """The loss on a sequence of ids (n,), n >= 2. `report` is told how many tokens are done, and of how
+    many."""
     ids = np.asarray(ids)
     if ids.ndim != 1 or len(ids) < 2:
         raise InvalidValue(f"a loss needs ids (n,) with n >= 2; got shape {ids.shape}. Give a longer text.")
@@ -82,6 +86,7 @@ def loss_of_tokens(params: Tree, config: GPTConfig, ids, *, batch_size: int = 16
         rows = [ids[i : i + T + 1] for i in starts[first : first + batch_size]]
         tokens, targets = _padded(rows, [0] * len(rows), T)
         total += float(scorer.losses(params, tokens, targets).sum(dtype=np.float64))
+        report(min((first + batch_size) * T, len(ids) - 1), len(ids) - 1)
     return TextLoss(total / (len(ids) - 1), len(ids) - 1)
 
 
@@ -144,15 +149,23 @@ def _short(value) -> str:
 
 
 def multiple_choice(
-    params: Tree, config: GPTConfig, tokenizer, questions: Sequence[Question], *, batch_size: int = 16
+    params: Tree,
+    config: GPTConfig,
+    tokenizer,
+    questions: Sequence[Question],
+    *,
+    batch_size: int = 16,
+    report: Report = lambda done, total: None,
 ) -> Score:
     """The score on questions. A context that is too long loses its beginning; an ending that the model's
-    context cannot hold, or text that the tokenizer cannot encode, is an InvalidValue naming file and line."""
+    context cannot hold, or text that the tokenizer cannot encode, is an InvalidValue naming file and line.
+    `report` is told how many endings are done, and of how many."""
     _check_batch_size(batch_size)
     items = [item for i, question in enumerate(questions) for item in _items(i, question, tokenizer, config)]
     if not items:
         raise InvalidValue("multiple_choice expects at least one question; got none.")
-    log_p = log_likelihoods(params, config, [item[2:] for item in items], batch_size=batch_size)
+    pairs = [item[2:] for item in items]
+    log_p = log_likelihoods(params, config, pairs, batch_size=batch_size, report=report)
     right = norm = at = 0
     for question in questions:
         scores = log_p[at : at + len(question.endings)]
@@ -185,11 +198,16 @@ def _items(i: int, question: Question, tokenizer, config: GPTConfig) -> Iterator
 
 
 def log_likelihoods(
-    params: Tree, config: GPTConfig, pairs: Iterable[tuple[np.ndarray, np.ndarray]], *, batch_size: int = 16
+    params: Tree,
+    config: GPTConfig,
+    pairs: Iterable[tuple[np.ndarray, np.ndarray]],
+    *,
+    batch_size: int = 16,
+    report: Report = lambda done, total: None,
 ) -> np.ndarray:
     """(n,) fp64: the sum of log p of each continuation's tokens behind its context, for pairs (context ids,
     continuation ids), both not empty; the last block_size + 1 tokens count. Pairs of like lengths are
-    computed together."""
+    computed together. `report` is told how many pairs are done, and of how many."""
     rows = []
     for context, continuation in pairs:
         ids = np.concatenate([context, continuation])[-config.block_size - 1 :]
@@ -203,6 +221,7 @@ def log_likelihoods(
         tokens, targets = _padded([rows[i][0] for i in chosen], [rows[i][1] - 1 for i in chosen], T)
         losses = scorer.losses(params, tokens, targets)
         result[chosen] = -losses.sum(1, dtype=np.float64)
+        report(first + len(chosen), len(order))
     return result
 
 

@@ -1,4 +1,5 @@
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -232,6 +233,36 @@ def test_eval_tells_the_final_validation_loss(trained, nb):
     perplexity = float(re.search(r"perplexity (\d+\.\d\d)", out)[1])
     assert out.startswith(f"loss {loss} nats per token") and out.endswith(", 269 tokens\n")
     assert perplexity == pytest.approx(np.exp(float(loss)), rel=1e-3)
+
+
+@pytest.mark.parametrize("what", ["--data", "--text", "--choices"])
+def test_eval_shows_how_far_it_is(what, trained, nb, tmp_path, monkeypatch):
+    monkeypatch.setattr("nbtrain.cli.progress.LINE_S", -1.0)
+    question = {"ctx": "the", "endings": ["fox", "dog"], "label": 0}
+    (tmp_path / "questions.jsonl").write_text(f"{json.dumps(question)}\n" * 3)
+    (tmp_path / "text.txt").write_text("the quick brown fox " * 40)
+    given, name = {
+        "--data": (trained[0] / "data" / "val_*.bin", "token files"),
+        "--text": (tmp_path / "text.txt", str(tmp_path / "text.txt")),
+        "--choices": (tmp_path / "questions.jsonl", str(tmp_path / "questions.jsonl")),
+    }[what]
+    code, out, err = nb("eval", trained[0], what, given, "--device", "cpu", "--batch-size", 4)
+    assert code == 0 and out.count("\n") == 1, err
+    shares = re.findall(rf"^{re.escape(name)}: (\d+)%$", err, re.M)
+    assert shares[-1] == "100" and shares == sorted(shares, key=int) and len(shares) > 1
+
+
+def test_eval_on_a_terminal_writes_its_bar_beside_its_result(trained):
+    pty = pytest.importorskip("pty")
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "nbtrain", "eval", trained[0], "--device", "cpu"]
+    command += ["--data", trained[0] / "data" / "val_*.bin"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=slave, text=True, timeout=120)
+    os.close(slave)
+    shown = os.read(master, 10**6).decode()
+    os.close(master)
+    assert done.returncode == 0 and "token files" in shown and "nats" not in shown
+    assert done.stdout.startswith("loss ") and done.stdout.count("\n") == 1
 
 
 def test_output_that_nobody_reads_ends_quietly(trained):

@@ -13,7 +13,7 @@ import pytest
 
 from nbtrain import documents
 from nbtrain.cli import main
-from nbtrain.cli.prepare import _progress
+from nbtrain.cli.progress import progress
 from nbtrain.data import batches
 from nbtrain.documents import PIECE, Place, find_inputs, measure, plan, read, texts
 from nbtrain.errors import InvalidValue, Unavailable
@@ -553,10 +553,10 @@ def test_options_at_odds_are_usage_errors(options, message, capsys, tmp_path):
 
 
 def test_progress_is_told_in_lines_where_there_is_no_terminal(capsys, monkeypatch):
-    monkeypatch.setattr("nbtrain.cli.prepare.LINE_S", 0.0)
-    with _progress() as report:
+    monkeypatch.setattr("nbtrain.cli.progress.LINE_S", 0.0)
+    with progress() as report:
         report("encoding", 5_000_000, 20_000_000)
-    assert capsys.readouterr().err == "encoding: 5 of 20 MB\n"
+    assert capsys.readouterr().err == "encoding: 25%\n"
 
 
 def test_progress_is_a_bar_on_a_terminal(tmp_path):
@@ -568,7 +568,7 @@ def test_progress_is_a_bar_on_a_terminal(tmp_path):
     os.close(slave)
     shown = os.read(master, 10**6).decode()
     os.close(master)
-    assert done.returncode == 0 and "encoding" in shown and "kB" in shown
+    assert done.returncode == 0 and "encoding" in shown and "100%" in shown
 
 
 def test_an_interrupted_command_says_how_to_go_on(tmp_path, capsys, monkeypatch):

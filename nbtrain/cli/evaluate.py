@@ -1,11 +1,13 @@
 """nbtrain eval"""
 
+import functools
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from nbtrain.cli.app import Format, command
+from nbtrain.cli.progress import progress
 from nbtrain.cli.token_files import check_beside
 from nbtrain.errors import InvalidValue
 
@@ -58,7 +60,9 @@ def eval_(
         for path, content in texts:
             try:
                 ids = tokenizer.encode(content)
-                found = loss_of_tokens(params, config, ids, batch_size=batch_size)
+                with progress() as report:
+                    told = functools.partial(report, str(path))
+                    found = loss_of_tokens(params, config, ids, batch_size=batch_size, report=told)
             except InvalidValue as error:
                 raise InvalidValue(f"{path}: {error}") from None
             n_bytes = len(content.encode("utf-8", "surrogatepass"))
@@ -68,19 +72,31 @@ def eval_(
                 f"{bits:.4f} bits per byte, {found.n_tokens:,} tokens, {n_bytes:,} bytes"
             )
         for path, rows in questions:
-            score = multiple_choice(params, config, tokenizer, rows, batch_size=batch_size)
+            with progress() as report:
+                told = functools.partial(report, str(path))
+                score = multiple_choice(params, config, tokenizer, rows, batch_size=batch_size, report=told)
             print(f"{path}: acc {score.acc:.4f}, acc_norm {score.acc_norm:.4f}, {score.n:,} questions")
 
 
 def _print_loss_of_files(params, config, data, format, batch_size) -> None:
-    from nbtrain.data import eval_batches
+    from nbtrain.data import TokenFile, eval_batches, resolve
     from nbtrain.evaluation import TextLoss
     from nbtrain.run import evaluate
     from nbtrain.train import make_eval_step
 
     files: dict = dict(format=format, vocab_size=config.vocab_size, device=params.device)
     chosen = eval_batches(data, B=batch_size, T=config.block_size, **files)
-    found = TextLoss(*evaluate(make_eval_step(config), params, chosen))
+    n_tokens = sum(len(TokenFile(path, format)) - 1 for path in resolve(data))
+
+    def told(report):
+        done = 0
+        for batch in chosen:
+            yield batch
+            done += batch.tokens.size
+            report("token files", min(done, n_tokens), n_tokens)
+
+    with progress() as report:
+        found = TextLoss(*evaluate(make_eval_step(config), params, told(report)))
     print(
         f"loss {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}, {found.n_tokens:,} tokens"
     )

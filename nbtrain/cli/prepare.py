@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -10,9 +9,8 @@ from typing import Annotated
 import typer
 
 from nbtrain.cli.app import TokenizerKind, command
+from nbtrain.cli.progress import progress
 from nbtrain.errors import InvalidValue
-
-LINE_S = 30.0
 
 
 class ShardFormat(StrEnum):
@@ -80,7 +78,7 @@ def prepare(
 
     plays = [Input("Shakespeare's plays", None, "text", shakespeare_text().encode())] if shakespeare else []
     kind = tokenizer.value if tokenizer_from is None else load_tokenizer(tokenizer_from)
-    with _progress() as report, _resumable(out / PROGRESS):
+    with progress() as report, _resumable(out / PROGRESS):
         prepared = run(
             plays or inputs,
             out,
@@ -123,32 +121,3 @@ def _resumable(progress: Path):
         if progress.exists():
             print("nbtrain: interrupted; the same command goes on from here.", file=sys.stderr)
         raise
-
-
-@contextlib.contextmanager
-def _progress():
-    """Where `prepare` tells how far it is: a bar on a terminal, a line every half minute elsewhere."""
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            tasks: dict = {}
-
-            def update(what: str, done: int, total: int) -> None:
-                if what not in tasks:
-                    tasks[what] = bar.add_task(what)
-                bar.update(tasks[what], completed=done, total=total)
-
-            yield update
-        return
-    said_at = time.monotonic()
-
-    def say(what: str, done: int, total: int) -> None:
-        nonlocal said_at
-        if time.monotonic() - said_at > LINE_S:
-            said_at = time.monotonic()
-            print(f"{what}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB", file=sys.stderr, flush=True)
-
-    yield say

@@ -1,7 +1,10 @@
-"""How a run shows itself on a terminal."""
+"""How a run, and what takes long beside one, shows itself on a terminal."""
 
 import contextlib
 import sys
+import time
+
+LINE_S = 30.0
 
 
 def reporter():
@@ -48,3 +51,33 @@ def progress_bar():
                 self._progress.stop()
 
     return Bar()
+
+
+@contextlib.contextmanager
+def progress():
+    """Where a command tells on stderr how far it is, as (what, done, total): a bar on a terminal, a line
+    every half minute elsewhere."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            tasks: dict = {}
+
+            def update(what: str, done: int, total: int) -> None:
+                if what not in tasks:
+                    tasks[what] = bar.add_task(what)
+                bar.update(tasks[what], completed=done, total=total)
+
+            yield update
+        return
+    said_at = time.monotonic()
+
+    def say(what: str, done: int, total: int) -> None:
+        nonlocal said_at
+        if time.monotonic() - said_at > LINE_S:
+            said_at = time.monotonic()
+            print(f"{what}: {done / total:.0%}", file=sys.stderr, flush=True)
+
+    yield say
