@@ -79,8 +79,8 @@ class Checkpoints:
 
     def start(self, step: int) -> list[Path]:
         """A run begins behind `step`, 0 for a new one: checkpoints of later steps, which belong to the run
-        that it replaces, are moved to the folder "replaced", and removed once this run has saved one.
-        Returns where those are now, the earliest first."""
+        that it replaces, are moved to the folder "replaced", and removed once this run has saved one,
+        unless `keep_replaced`. Returns where those are now, the earliest first."""
         moved = []
         for entry in self._entries():
             if step_of(entry.name.partition(".")[0]) > step:

@@ -11,7 +11,8 @@ from nbtrain.train import walk
 def main() -> None:
     order = json.loads(sys.stdin.readline())
     config, train = from_dict(GPTConfig, order["config"]), from_dict(TrainConfig, order["train"])
-    serve(walk(config, train, order["dtype"], order["shape"], order["capability"]), order["architecture"])
+    what = (order[name] for name in ("dtype", "shape", "capability", "workspace"))
+    serve(walk(config, train, *what), order["architecture"])
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from nbtrain.token_file import MAX_VOCAB_SIZE, TokenFile, write_tokens
 
 __all__ = ["Batch", "Batches", "TokenFile", "batches", "check_batch", "eval_batches", "write_tokens"]
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 # Tokens: of a file that is hashed whole, and how many samples of how many tokens are of a longer one.
 HASHED_WHOLE, N_SAMPLES, SAMPLE = 1 << 20, 16, 1024
 

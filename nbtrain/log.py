@@ -75,7 +75,7 @@ def perplexity(loss: float) -> float:
 
 class Log:
     """log.jsonl, open: each line is on its way to the disk when its step is told. Lines behind step `first`
-    are dropped, those up to it teach the monitor what is usual.
+    are dropped.
 
     peak_tokens_per_s: at 100% MFU; None where that is not known.
     """

@@ -68,15 +68,18 @@ class CapturedStep:
             else:
                 _check_alike(own, (params, opt_state))
             graph, buffers = self._graph(own[0], own[1], batch)  # a failure here has consumed nothing
+            results = [array_module(x).empty_like(x) for x in (*graph.result, *_scalars(own[1]))]  # nor here
             self._state = own
             self._take(params, opt_state)
             for target, source in zip(buffers, batch, strict=True):
                 target[...] = source
             graph.launch()
-            values, counts = (x.copy() for x in graph.result)
+            for target, source in zip(results, (*graph.result, *_scalars(own[1])), strict=True):
+                target[...] = source
+            values, counts, *scalars = results
             self._state = _renew(own[0], own[1], Tree.consume)
             params, state = self._state
-            state = _with_scalars(state, [x.copy() for x in _scalars(state)])
+            state = _with_scalars(state, scalars)
         return params, state, Metrics(values, counts, batch)
 
     def _take(self, params, state):

@@ -2,10 +2,10 @@
 
     log.jsonl      a JSON object a step, an evaluation and a checkpoint; `nbtrain.log` says what is in it
     loss.png       both losses so far, refreshed at evaluations and every minute
-    config.toml    what the command line asked for, all of it
+    config.toml    what the command line asked for, and what it left to its defaults
     tensorboard/   the numbers of log.jsonl, where asked for
     checkpoints/   what `Checkpoints` writes: at the end, when interrupted, and every `save_every` steps
-    data/          token files, where the run was given a text
+    data/          token files, where the run was given a text; data_2/ … beside those of an older run
 
 On a GPU a step's metrics are read when the next one has been launched, so that it does not wait for the host.
 """
@@ -24,7 +24,7 @@ import numpy as np
 
 from nbtrain.checkpoint import STEPS, Checkpoint, check_tokenizer
 from nbtrain.checkpoints import Checkpoints, run_folder
-from nbtrain.config import GPTConfig, TrainConfig, from_dict
+from nbtrain.config import GPTConfig, TrainConfig, from_dict, is_whole
 from nbtrain.data import batches, eval_batches
 from nbtrain.device import blas, dtype_name
 from nbtrain.device.place import compute_capability, resolve_device, to_device, use
@@ -76,10 +76,12 @@ class RunConfig:
             ("keep_every", 0),
         ):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if not is_whole(value) or value < least:
                 raise InvalidValue(f"{name} must be an int, {least} or more; got {value!r}.")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+            object.__setattr__(self, name, int(value))
+        if not is_whole(self.seed) or not 0 <= self.seed < 2**64:
             raise InvalidValue(f"seed must be an int in 0 … 2**64 - 1; got {self.seed!r}.")
+        object.__setattr__(self, "seed", int(self.seed))
         for name in ("train", "val"):
             value = getattr(self, name)
             if not isinstance(value, tuple) or not all(isinstance(path, str) for path in value):
@@ -132,6 +134,8 @@ def train(
     params, opt_state, state, place = _start(config, run, dtype, device, start, resume, report)
     check_available(place, captured, tensorboard)
     first = int(opt_state.step.item())
+    goes_on_here = resume is not None and run_folder(resume.meta["path"]) == out.resolve()
+    ours = first if goes_on_here else 0  # the step up to which log and checkpoints in `out` are this run's
     if not run.skip_outliers:  # nor by what an earlier run took for usual
         opt_state = opt_state._replace(limits=None)
     checkpoints = Checkpoints(out / STEPS, run.keep_last, run.keep_every)
@@ -150,6 +154,8 @@ def train(
         stack.enter_context(source)
         if settings is not None:
             write_atomically(out / "config.toml", lambda file: file.write(to_toml(settings)))
+        elif not goes_on_here:
+            (out / "config.toml").unlink(missing_ok=True)  # an older run's
         tokens_a_step = run.micro * run.B * config.block_size
         report.say(describe(config))
         report.say(
@@ -167,19 +173,20 @@ def train(
             except InvalidValue as error:
                 raise InvalidValue(f"{resume.meta['path']}: {error}") from None
         log = Log(
-            out / "log.jsonl", first, tokens_a_step, run.steps, report,
+            out / "log.jsonl", ours, tokens_a_step, run.steps, report,
             monitor=monitor, peak_tokens_per_s=peak, sensors=Sensors(place),
-            board=TensorBoard(out / "tensorboard", first, report) if tensorboard else None,
+            board=TensorBoard(out / "tensorboard", ours, report) if tensorboard else None,
         )  # fmt: skip
         stack.enter_context(log)
         plot = Plot(log, out / "loss.png", report)
         interrupt = stack.enter_context(Interrupt())
         stack.enter_context(checkpoints)
-        if moved := checkpoints.start(first):
-            which = f"checkpoints of steps behind {first}" if first else "an older run's checkpoints"
+        if moved := checkpoints.start(ours):
+            which = f"checkpoints later than step {ours}" if ours else "an older run's checkpoints"
+            names = " … ".join(dict.fromkeys((moved[0].name, moved[-1].name)))
             report.say(
-                f"{which}, {moved[0].name} … {moved[-1].name}, are in {moved[0].parent} until this run has "
-                "saved one, not for an interrupt; then they are removed"
+                f"{which} ({names}) are kept in {moved[0].parent} until this run saves one (one saved by "
+                "Ctrl-C, or when the run fails, does not count)"
             )
         beside = run.save_every > 0 and _can_save_beside(checkpoints, params, opt_state, report)
 
@@ -204,7 +211,8 @@ def train(
                     f"{run.save_every} steps. Take a larger one"
                 )
             told = dict(config=config, train_config=train_config, tokenizer=tokenizer)
-            extra, at = {"run": dataclasses.asdict(run), "monitor": monitor.state()}, source.state()
+            extra = {"run": dataclasses.asdict(run), "folder": str(out.resolve()), "monitor": monitor.state()}
+            at = source.state()
             path, wait = checkpoints.path(step), last or not beside
             for another in (True, False):  # the first error may be that of the save before
                 try:
@@ -254,7 +262,7 @@ def train(
             if interrupt.came or log.not_finite_in_a_row >= MOST_SKIPPED:
                 break
         read()
-        checkpoints.keep_replaced = interrupt.came
+        checkpoints.keep_replaced = interrupt.came or log.not_finite_in_a_row >= MOST_SKIPPED
         kept = keep(last=True)
         tell_saved()
         report.say(f"step {step}: saved {kept.meta['path']}")
@@ -332,7 +340,7 @@ def micro_batches(total_tokens: int, B: int, T: int) -> int:
     """Micro-batches of B x T tokens that make `total_tokens`."""
     each = B * T
     for name, value in (("total_tokens", total_tokens), ("B", B), ("T", T)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_whole(value) or value < 1:
             raise InvalidValue(f"{name} of a batch must be an int, 1 or more; got {value!r}.")
     if total_tokens % each:
         nearest = max(1, round(total_tokens / each)) * each
@@ -392,9 +400,10 @@ def resumed(checkpoint: Checkpoint, **changes) -> tuple[RunConfig, TrainConfig]:
         from_dict(RunConfig, values)
     except (InvalidValue, InvalidType) as error:
         raise InvalidValue(f"{path}: {error}") from None
-    for name in ("train", "val"):  # where they were, or where they are in a folder that was moved
+    folders = checkpoint.meta["extra"].get("folder"), run_folder(path)
+    for name in ("train", "val"):
         if name not in changes:
-            changes[name] = tuple(_found(file, run_folder(path), name) for file in values.get(name, ()))
+            changes[name] = tuple(_found(file, *folders, name) for file in values.get(name, ()))
     run = from_dict(RunConfig, values | changes)
     train_config = checkpoint.train_config
     if train_config.total == values["steps"]:  # the schedule ends with the run
@@ -402,10 +411,13 @@ def resumed(checkpoint: Checkpoint, **changes) -> tuple[RunConfig, TrainConfig]:
     return run, train_config
 
 
-def _found(file: str, folder: Path, name: str) -> str:
-    """A token file of the run in `folder`, or a pattern of such, where it is now."""
-    moved = str(folder / Path(file).parent.name / Path(file).name)
-    for path in (file, moved):
+def _found(file: str, was_in, folder: Path, name: str) -> str:
+    """A token file of a run, or a pattern of such, where it is now: in the run's `folder`, where it was in
+    that when it was `was_in`."""
+    paths = [file]
+    if isinstance(was_in, str) and Path(file).is_relative_to(was_in):
+        paths.insert(0, str(folder / Path(file).relative_to(was_in)))
+    for path in paths:
         if Path(path).exists() or glob.glob(path, recursive=True):
             return path
     raise InvalidValue(

@@ -24,6 +24,7 @@ from nbtrain.batch import Batch, check_batch
 from nbtrain.config import GPTConfig, TrainConfig
 from nbtrain.device import FLOATS, array_module, backend, dtype_name
 from nbtrain.device.ahead import compile_ahead
+from nbtrain.device.blas import WORKSPACE, room
 from nbtrain.device.outline import Card, planning
 from nbtrain.device.philox import Rng
 from nbtrain.device.place import capability_of, device_of, enough_memory, to_device, to_host, use
@@ -282,7 +283,12 @@ class TrainStep:
         process can make."""
         if self.model is None or device_of(params.buffer) in ("cpu", "plan"):
             return
-        what = {"dtype": dtype_name(params.dtype), "shape": shape, "capability": capability_of(params.buffer)}
+        what = {
+            "dtype": dtype_name(params.dtype),
+            "shape": shape,
+            "capability": capability_of(params.buffer),
+            "workspace": WORKSPACE if room()[0] == "cublaslt" else 0,
+        }
         order = {
             "config": dataclasses.asdict(self.model),
             "train": dataclasses.asdict(self.config),
@@ -411,9 +417,9 @@ def outline_of_batch(shape, card: Card) -> Batch:
     return Batch(*(card.empty(shape, np.int32) for shape in ((A, B, T), (A, B, T), (A, B * T))))
 
 
-def walk(config: GPTConfig, train: TrainConfig, dtype: str, shape, capability) -> Card:
+def walk(config: GPTConfig, train: TrainConfig, dtype: str, shape, capability, workspace: int) -> Card:
     """A card on which such a step was walked through: it knows the kernels."""
-    with planning(Card(capability and tuple(capability))) as card:
+    with planning(Card(capability and tuple(capability), workspace)) as card:
         card.launches = {}
         make_train_step(config, train)(*outlines(config, dtype, shape, card))
     return card

@@ -79,6 +79,43 @@ def test_a_module_that_is_not_there_is_said(compile_names, monkeypatch):
     assert any("No module named no_such_module" in text for text in said)
 
 
+def test_processes_that_cannot_be_started_are_said_and_the_others_compile(compile_names, monkeypatch):
+    started = []
+
+    class Worker(ahead._Worker):
+        def __init__(self, *args):
+            if started:
+                raise BlockingIOError(11, "Resource temporarily unavailable")
+            super().__init__(*args)
+            started.append(self._process)
+
+    monkeypatch.setattr(ahead, "_Worker", Worker)
+    n, log, said = compile_names()
+    assert n == 7 and len({pid for pid, _ in log}) == 1 and started[0].returncode is not None
+    assert any("1 of 2 processes that compile could be started" in text for text in said)
+
+
+def test_a_worker_imports_nothing_from_the_folder_where_it_is_started(compile_names, tmp_path, monkeypatch):
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "json.py").write_text("raise SystemExit('my own file')")
+    monkeypatch.chdir(here)
+    n, _, said = compile_names()
+    assert n == 7 and not any("my own file" in text for text in said)
+
+
+def test_a_cache_that_cannot_be_written_is_said(monkeypatch, tmp_path, capsys):
+    file = ahead._File(tmp_path / "0.bin", None, ())
+    monkeypatch.setattr(ahead, "_files", lambda card, architecture: {"0.bin": file})
+    monkeypatch.setattr(ahead, "cached_binary", lambda *args: ("entry", b""))
+    monkeypatch.setattr("sys.stdin", ["0.bin\n"])
+    with pytest.raises(SystemExit, match="0.bin cannot be written"):
+        ahead.serve(None, "sm_90a")
+    file.path.touch()
+    ahead.serve(None, "sm_90a")
+    assert capsys.readouterr().out == "0.bin\n"
+
+
 def test_no_process_outlives_an_interruption(compile_names, monkeypatch):
     started = []
 
@@ -106,7 +143,7 @@ from nbtrain.train import walk
 ahead.cores = lambda: 2
 config = GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=97, dropout=0.1)
 train = TrainConfig(remat="full", betas=(0.8, 0.9))
-what = {"dtype": "bf16", "shape": (2, 2, 64), "capability": (9, 0)}
+what = {"dtype": "bf16", "shape": (2, 2, 64), "capability": (9, 0), "workspace": 1 << 25}
 order = {"config": dataclasses.asdict(config), "train": dataclasses.asdict(train), "architecture": "sm_90a"}
 card = walk(config, train, **what)
 print(ahead.compile_ahead(card, "sm_90a", "nbtrain.compile_worker", order | what), len(card.launches))

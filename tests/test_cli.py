@@ -133,7 +133,7 @@ def test_a_lack_of_memory_is_one_line_that_says_what_to_do(nb, monkeypatch):
         code, _, err = nb("prepare", "a.txt")
         assert code == 1 and err.count("\n") == 1
         assert err.startswith(
-            "nbtrain: nbtrain prepare takes more memory than is free: MemoryError. `nbtrain plan`"
+            "nbtrain: nbtrain prepare takes more memory than is free: MemoryError. Take less"
         )
 
 

@@ -440,6 +440,10 @@ def test_a_run_goes_on_in_another_folder(trained, nb, tmp_path):
     code, _, err = nb(*resume, "--steps", 13, "--out", tmp_path / "fork", "--sample-tokens", 0)
     assert code == 0, err
     assert (tmp_path / "fork" / "checkpoints" / "step_00000013").is_dir()
+    settings, forked = (
+        tomllib.loads((run / "config.toml").read_text()) for run in (trained[0], tmp_path / "fork")
+    )
+    assert forked == settings | {"out": str(tmp_path / "fork"), "steps": 13}
     assert files() == before and len(before) > 8
 
 
@@ -464,20 +468,31 @@ def test_a_seed_that_is_none_is_refused_before_anything_is_written(init, seed, t
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_goes_on_in_a_folder_that_was_moved(trained, nb, tmp_path):
-    shutil.copytree(trained[0], tmp_path / "moved")
-    checkpoint = load(tmp_path / "moved", device="cpu")
-    values = checkpoint.meta["extra"]["run"]
-    for name in ("train", "val"):
-        values[name] = [path.replace("run/data", "gone/data") for path in values[name]]
-    run, _ = resumed(checkpoint, steps=14)
-    assert run.train == (str(tmp_path / "moved" / "data" / "train_*.bin"),)
-    assert run.val == (str(tmp_path / "moved" / "data" / "val_*.bin"),)
-    (tmp_path / "moved" / "data").rename(tmp_path / "moved" / "elsewhere")
+def test_a_run_goes_on_in_a_folder_that_was_moved(nb, tmp_path):
+    """Even where another run's data lie in its place, by the same names."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "other.txt").write_text(TEXT[::-1])
+    begin = ("--out", tmp_path / "run", *TINY, "--sample-tokens", 0)
+    assert nb("train", "--text", tmp_path / "text.txt", *begin)[0] == 0
+    (tmp_path / "run").rename(tmp_path / "moved")
+    resume = ("train", "--resume", tmp_path / "moved", "--device", "cpu", "--sample-tokens", 0)
+    assert nb(*resume, "--steps", 13)[0] == 0
+    assert nb("train", "--text", tmp_path / "other.txt", *begin)[0] == 0
+    (tmp_path / "moved").rename(tmp_path / "again")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    checkpoint = load(tmp_path / "again", device="cpu")
+    run, _ = resumed(checkpoint, steps=15)
+    assert run.train == (str(tmp_path / "again" / "data" / "train_*.bin"),)
+    assert run.val == (str(tmp_path / "again" / "data" / "val_*.bin"),)
+    (tmp_path / "again" / "data").rename(tmp_path / "again" / "elsewhere")
+    (tmp_path / "moved").rename(tmp_path / "gone")
     with pytest.raises(InvalidValue, match="are not there any more. Say where they are: .* --data and --val"):
-        resumed(checkpoint, steps=14)
-    run, _ = resumed(checkpoint, steps=14, train=("a.bin",), val=())
+        resumed(checkpoint, steps=15)
+    run, _ = resumed(checkpoint, steps=15, train=("a.bin",), val=())
     assert (run.train, run.val) == (("a.bin",), ())
+    # What has no step left needs no data to say so.
+    code, out, err = nb("train", "--resume", "auto", "--out", tmp_path / "again", "--device", "cpu")
+    assert code == 0 and out.endswith("has done 13 steps, and 13 were asked for\n"), err
 
 
 # Tokenizers

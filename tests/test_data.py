@@ -430,7 +430,7 @@ def test_a_state_of_as_many_other_tokens_is_refused(longer_than, tmp_path, monke
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(version=2), "state has version 2; this nbtrain reads version 1"),
+        (dict(version=1), "state has version 1; this nbtrain reads version 2"),
         (dict(position=31), "position below the epoch's 31 batches; got"),
         (dict(position=-1), "damaged"),
         (dict(epoch="0"), "damaged"),

@@ -302,4 +302,37 @@ def test_going_on_from_an_earlier_checkpoint_says_which_later_ones_go(run_config
     report = Quiet()
     early = load(tmp_path / "run/checkpoints/step_00000004", device="cpu")
     train_on_cpu(run_config, tmp_path / "run", resume=early, report=report)
-    assert any("behind 4, step_00000006 … step_00000008, are in " in text for text in report.said)
+    assert any(
+        "later than step 4 (step_00000006 … step_00000008) are kept in" in text for text in report.said
+    )
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_in_an_older_one_s_folder_replaces_it_whole(resume, run_config, tmp_path):
+    older, other = (
+        dataclasses.replace(run_config, steps=8, save_every=2, keep_last=9, seed=s) for s in (1, 2)
+    )
+    train_on_cpu(older, tmp_path / "a", settings={"seed": 1})
+    train_on_cpu(other, tmp_path / "b")
+    from_b = load(tmp_path / "b/checkpoints/step_00000004", device="cpu") if resume else None
+    report, in_between = Quiet(), []
+    report.step = lambda step, *rest: in_between.append(sorted((tmp_path / "a/checkpoints").glob("step_*")))
+    train_on_cpu(dataclasses.replace(other, steps=5), tmp_path / "a", resume=from_b, report=report)
+    assert in_between[0] == []  # none of the older run's is taken for one of this run's
+    assert any("an older run's checkpoints (step_00000002 … step_00000008)" in text for text in report.said)
+    first = 5 if resume else 1
+    assert [row["step"] for row in rows_of(tmp_path / "a") if "loss" in row] == list(range(first, 6))
+    assert (
+        not (tmp_path / "a" / "config.toml").exists() and not (tmp_path / "a/checkpoints/replaced").exists()
+    )
+
+
+def test_what_a_failing_run_saves_leaves_the_older_run_s_checkpoints(run_config, tmp_path, monkeypatch):
+    monkeypatch.setattr("nbtrain.run.MOST_SKIPPED", 3)
+    train_on_cpu(dataclasses.replace(run_config, steps=4), tmp_path / "run")
+    params, opt_state = init(CONFIG, seed=9, dtype="fp32", device="cpu")
+    params.buffer[...] = np.inf
+    with pytest.raises(InvalidValue, match="not finite for 3 steps"):
+        train_on_cpu(run_config, tmp_path / "run", start=(params, opt_state))
+    assert (tmp_path / "run/checkpoints/replaced/step_00000004").is_dir()
+    assert (tmp_path / "run/checkpoints/step_00000003").is_dir()

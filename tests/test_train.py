@@ -2,6 +2,7 @@ import contextlib
 import gc
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -461,8 +462,6 @@ def test_params_of_another_model_are_refused():
 
 
 def test_the_first_step_on_a_gpu_has_its_kernels_compiled_ahead(monkeypatch):
-    from types import SimpleNamespace
-
     from nbtrain import train
 
     orders = []
@@ -473,6 +472,7 @@ def test_the_first_step_on_a_gpu_has_its_kernels_compiled_ahead(monkeypatch):
     )
     monkeypatch.setattr(train, "capability_of", lambda x: (9, 0))
     monkeypatch.setattr(train, "backend", SimpleNamespace(architecture=lambda: "sm_90a"))
+    monkeypatch.setattr(train, "room", lambda: ("cublaslt", "because of a test"))
     monkeypatch.setattr(train, "compile_ahead", lambda card, *order: orders.append((card, *order)))
     params, state = init(TINY, 0, "bf16", "cpu")
     step = make_train_step(TINY, TrainConfig(remat="full"))
@@ -481,6 +481,7 @@ def test_the_first_step_on_a_gpu_has_its_kernels_compiled_ahead(monkeypatch):
     step(params, state, batch)
     ((card, architecture, _, order),) = orders
     assert architecture == order["architecture"] == "sm_90a" and card.capability == (9, 0)
+    assert card.workspace_bytes == order["workspace"] > 0
     assert order["shape"] == batch.tokens.shape and order["dtype"] == "bf16"
     assert order["train"]["remat"] == "full" and len(card.launches) > 0
     own = make_train_step(lambda *args, out, **options: out.buffer.fill(0) or np.zeros(1, np.float32))
@@ -590,6 +591,25 @@ def test_a_captured_step_takes_its_own_params_with_a_new_optimizer_state(capture
     step(params, state, batch_of(TINY))
     with pytest.raises(InvalidValue, match="donated"):
         step(params, state, batch_of(TINY))
+
+
+def test_a_captured_step_without_memory_for_its_results_has_changed_nothing(captured, monkeypatch):
+    from nbtrain import modes
+
+    step = captured(make_train_step(TINY, TrainConfig(lr=1e-2)))
+    params, state, _ = step(*init(TINY, 0, "fp32", "cpu"), batch_of(TINY))
+    before = params.buffer.tobytes()
+
+    def empty_like(x):
+        raise MemoryError
+
+    with monkeypatch.context() as lack:
+        lack.setattr(modes, "array_module", lambda x: SimpleNamespace(empty_like=empty_like))
+        with pytest.raises(Unavailable, match="more memory than is free"):
+            step(params, state, batch_of(TINY))
+    assert params.buffer.tobytes() == before and int(state.step[0]) == 1
+    _, state, _ = step(params, state, batch_of(TINY))
+    assert int(state.step[0]) == 2
 
 
 def test_a_capture_that_fails_loses_nothing(captured, monkeypatch):

@@ -43,7 +43,11 @@ class Format(StrEnum):
 def command(function):
     """A command of `app` whose failures are one line and an exit code."""
     name = function.__name__.removesuffix("_")
-    memory = f"nbtrain {name}", "`nbtrain plan` tells what a run takes, before it begins."
+    plans = "`nbtrain plan` tells what a run takes, before it begins."
+    memory = (
+        f"nbtrain {name}",
+        plans if name == "train" else "Take less at once, or a machine with more memory.",
+    )
 
     @functools.wraps(function)
     def guarded(*args, **options):

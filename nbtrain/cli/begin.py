@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import tomllib
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,10 @@ def _resume(o, annotations):
             f"--{sorted(wrong)[0].replace('_', '-')} is fixed by the run that --resume goes on with."
         )
     home = run_folder(folder)
-    elsewhere = o.resume != AUTO and "out" in o.given - o.from_file
+    elsewhere = o.resume != AUTO and "out" in o.given - o.from_file and o.out.resolve() != home
     _check_same(o, fixed, home / "config.toml", annotations)
     with contextlib.ExitStack() as stack:
-        if (home / STEPS).is_dir():  # what is loaded shall be the newest still when it is used
+        if (home / STEPS).is_dir() and not elsewhere:  # what is loaded is the newest still when it is used
             stack.enter_context(only_writer(home))
         checkpoint = load(folder, o.device)
         if not (home / STEPS).is_dir() and not elsewhere:
@@ -66,18 +67,39 @@ def _resume(o, annotations):
                 f"{folder} lies in no run's folder. Say with --out where to go on from it."
             )
         changes = {name: getattr(o, name) for name in CHANGEABLE if name in o.given}
+        if o.resume == AUTO and (done := _done(checkpoint, changes)) is not None:
+            print(f"the run in {home} has done {done}")
+            return None
         changes |= {name: _absolute(files) for name, files in (("train", o.data), ("val", o.val)) if files}
         for files in (o.data, o.val):
             check_beside(files or (), checkpoint.tokenizer, f"the run in {home}")
         run, train_config = resumed(checkpoint, **changes)
-        out = o.out if elsewhere else home
-        state = checkpoint.opt_state
-        if o.resume == AUTO and state is not None and state.step.item() >= run.steps:
-            print(f"the run in {out} has done {state.step.item():,} steps, and {run.steps:,} were asked for")
-            return None
         options = dict(tokenizer=checkpoint.tokenizer, device=o.device, resume=checkpoint, report=reporter())
         options |= dict(captured=o.capture, tensorboard=o.tensorboard)
-        return run_train(checkpoint.config, train_config, run, out, **options)
+        if elsewhere:
+            options["settings"] = _settings_of(home / "config.toml", out=o.out, **changes)
+        return run_train(checkpoint.config, train_config, run, o.out if elsewhere else home, **options)
+
+
+def _done(checkpoint, changes: dict) -> str | None:
+    """What is said of a run that has no step left; None where it has."""
+    told, state = checkpoint.meta["extra"].get("run"), checkpoint.opt_state
+    steps = changes.get("steps", told.get("steps") if isinstance(told, dict) else None)
+    if state is None or not isinstance(steps, int) or state.step.item() < steps:
+        return None
+    return f"{state.step.item():,} steps, and {steps:,} were asked for"
+
+
+def _settings_of(file: Path, **changes) -> dict | None:
+    """The settings in a run's config.toml, for one that goes on from it elsewhere; None without one."""
+    if not file.is_file():
+        return None
+    names = {"train": "data"}
+    changed = {names.get(name, name): _plain(value) for name, value in changes.items()}
+    settings = tomllib.loads(file.read_text(encoding="utf-8")) | changed
+    if "data" in changed:
+        settings = {name: value for name, value in settings.items() if name not in ("text", "shakespeare")}
+    return settings
 
 
 def _check_same(o, names: set[str], file: Path, annotations) -> None:

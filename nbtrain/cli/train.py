@@ -49,8 +49,8 @@ def train(
     resume: Annotated[
         Path | None,
         typer.Option(
-            help="Go on with the run in this folder, up to --steps. auto: with the one in --out, where there "
-            "is one; else begin."
+            help="Go on with the run in this folder, or from one of its checkpoints, up to --steps; in "
+            "--out, where that is given. auto: with the run in --out, where there is one; else begin."
         ),
     ] = None,
     init: Annotated[

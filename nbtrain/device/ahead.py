@@ -46,9 +46,14 @@ def compile_ahead(card: Card, architecture: str, module: str, order: dict) -> in
     start, todo = time.perf_counter(), SimpleQueue[str]()
     for name, _ in sorted(missing, key=lambda file: -len(file[1].kernel.py_func.__code__.co_code)):
         todo.put(name)  # the long ones first, so that no worker begins one when the others are done
-    workers = [_Worker(module, order) for _ in range(n_workers)]
+    workers: list[_Worker] = []
     threads = ThreadPoolExecutor(n_workers)
     try:
+        try:
+            for _ in range(n_workers):
+                workers.append(_Worker(module, order))
+        except OSError as error:
+            say_once(f"{len(workers)} of {n_workers} processes that compile could be started: {error}")
         n_compiled = sum(threads.map(lambda worker: worker.compile(todo), workers))
     finally:  # whatever came in between: the threads end with their workers
         for worker in workers:
@@ -60,12 +65,14 @@ def compile_ahead(card: Card, architecture: str, module: str, order: dict) -> in
 
 def serve(card: Card, architecture: str) -> None:
     """The rest of a worker's work: compiles the kernels that it reads the names of, a line each, and answers
-    each name when its code lies in the cache."""
+    each name when its code lies in the cache, and ends where it cannot be put there."""
     files = _files(card, architecture)
     for line in sys.stdin:
-        _, kernel, types = files[line.strip()]
+        path, kernel, types = files[line.strip()]
         compile_ = functools.partial(backend.compile_binary, kernel, types, architecture)
         cached_binary(kernel, types, architecture, compile_)
+        if not path.exists():
+            sys.exit(f"{path} cannot be written")
         print(line.strip(), flush=True)
 
 
@@ -89,7 +96,7 @@ class _Worker:
     def __init__(self, module: str, order: dict):
         self._said = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            [sys.executable, "-P", "-m", module],  # -P: nothing from the folder where the user happens to be
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
@@ -122,7 +129,10 @@ class _Worker:
         self._process.wait()
         self._said.seek(0)
         last = (self._said.read().strip() or "it said nothing").splitlines()[-1]
-        say_once(f"a process that compiled kernels ended early ({last}); the rest is compiled at its launch")
+        say_once(
+            f"a process that compiled kernels ended early ({last}); what it leaves is for the others, or is "
+            "compiled at its launch"
+        )
         return n_compiled
 
     def end(self) -> None:

@@ -16,7 +16,7 @@ _said: set[str] = set()
 
 
 def say_once(text: str) -> None:
-    """Prints what "auto" chose, on stderr, once a process."""
+    """Prints what was chosen, or what takes long, on stderr, once a process."""
     if text not in _said:
         _said.add(text)
         print(f"nbtrain: {text}", file=sys.stderr)

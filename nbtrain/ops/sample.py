@@ -18,10 +18,10 @@ A row with a logit that is not finite has no next token. Its result is negative 
 """
 
 import functools
-from numbers import Integral, Real
 
 import numpy as np
 
+from nbtrain.config import is_number, is_whole
 from nbtrain.device import (
     aligned,
     array_module,
@@ -358,11 +358,11 @@ def checked_options(
     temperature: float, top_k: int | None, top_p: float | None
 ) -> tuple[float, int | None, float | None]:
     """The options of `sample`, as Python's numbers; raises InvalidValue for what it cannot take."""
-    if isinstance(temperature, bool) or not isinstance(temperature, Real) or not 0 <= temperature < np.inf:
+    if not is_number(temperature) or not 0 <= temperature < np.inf:
         raise InvalidValue(f"temperature must be a number, 0 or more; got {temperature!r}.")
-    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, Integral) or top_k < 1):
+    if top_k is not None and (not is_whole(top_k) or top_k < 1):
         raise InvalidValue(f"top_k must be an int, 1 or more, or None; got {top_k!r}.")
-    if top_p is not None and (isinstance(top_p, bool) or not isinstance(top_p, Real) or not 0 < top_p <= 1):
+    if top_p is not None and (not is_number(top_p) or not 0 < top_p <= 1):
         raise InvalidValue(f"top_p must be a number in (0, 1], or None; got {top_p!r}.")
     if not isinstance(temperature, int):  # which may be beyond float
         temperature = float(temperature)
