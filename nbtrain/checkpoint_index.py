@@ -12,6 +12,7 @@ import nbtrain
 from nbtrain.device import FLOATS, blas
 from nbtrain.device.machine import machine
 from nbtrain.errors import InvalidType, InvalidValue
+from nbtrain.files import read_json
 
 VERSION = 1
 FORMAT = "nbtrain checkpoint"
@@ -79,15 +80,7 @@ def check_index(index: dict, where: str | Path) -> None:
 def read_index(path: Path) -> dict:
     """checkpoint.json, its form checked."""
     file = path / INDEX
-    if not file.is_file():
-        raise InvalidValue(f"{file} is missing.")
-    n_bytes = file.stat().st_size
-    if n_bytes > MAX_INDEX_BYTES:
-        raise InvalidValue(f"{file}: expected at most {MAX_INDEX_BYTES} bytes, there are {n_bytes}.")
-    try:
-        index = json.loads(file.read_bytes().decode("ascii"))
-    except (ValueError, RecursionError) as error:
-        raise InvalidValue(f"{file} is damaged: {n_bytes} bytes that are no JSON ({error}).") from None
+    index = read_json(file, MAX_INDEX_BYTES, encoding="ascii", fault=" is damaged:")
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise InvalidValue(
             f'{file} does not belong to a checkpoint of nbtrain: expected "format": "{FORMAT}".'

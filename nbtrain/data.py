@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from nbtrain.batch import IGNORE_INDEX, Batch, check_batch, stable_order
+from nbtrain.config import is_whole
 from nbtrain.device.transfer import Uploader
 from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.token_file import MAX_VOCAB_SIZE, TokenFile, write_tokens
@@ -102,9 +103,9 @@ class Batches:
 
     def __init__(self, windows: "_Windows", *, B, micro, seed, device, shuffle, rank, ranks, state, prefetch):
         _check_counts(B=B, micro=micro, ranks=ranks, prefetch=prefetch)
-        if not (_is_int(rank) and 0 <= rank < ranks):
+        if not (is_whole(rank) and 0 <= rank < ranks):
             raise InvalidValue(f"rank must lie in 0..ranks - 1 = {ranks - 1}; got {rank!r}.")
-        if not (seed is None or _is_int(seed) and seed >= 0):
+        if not (seed is None or is_whole(seed) and seed >= 0):
             raise InvalidValue(f"seed must be an integer, 0 or more; got {seed!r}.")
         global_batch = micro * B * ranks
         self.batches_per_epoch = windows.n_windows // global_batch
@@ -198,7 +199,7 @@ class _Windows:
 
     def __init__(self, pattern_or_paths, T: int, format: str, vocab_size: int | None, short: bool = False):
         _check_counts(T=T)
-        if vocab_size is not None and not (_is_int(vocab_size) and 1 <= vocab_size <= MAX_VOCAB_SIZE):
+        if vocab_size is not None and not (is_whole(vocab_size) and 1 <= vocab_size <= MAX_VOCAB_SIZE):
             raise InvalidValue(f"vocab_size must lie in 1..{MAX_VOCAB_SIZE}; got {vocab_size!r}.")
         self.T, self.vocab_size = int(T), vocab_size
         self.files = [TokenFile(path, format) for path in resolve(pattern_or_paths)]
@@ -366,7 +367,7 @@ def _continued(state: dict, data: dict, seed: int | None, batches_per_epoch: int
             f"state belongs to other data or another shape: {pairs}. Give what it was taken with, or none."
         )
     numbers = tuple(state[name] for name in ("seed", "epoch", "position"))
-    if not all(_is_int(n) and n >= 0 for n in numbers) or state["position"] >= batches_per_epoch:
+    if not all(is_whole(n) and n >= 0 for n in numbers) or state["position"] >= batches_per_epoch:
         raise InvalidValue(
             "state is damaged: seed, epoch and position must be 0 or more, position below the epoch's "
             f"{batches_per_epoch} batches; got {numbers}."
@@ -398,11 +399,7 @@ def resolve(pattern_or_paths) -> list[Path]:
     return paths
 
 
-def _is_int(x) -> bool:
-    return isinstance(x, int | np.integer) and not isinstance(x, bool)
-
-
 def _check_counts(**counts) -> None:
     for name, value in counts.items():
-        if not (_is_int(value) and value >= 1):
+        if not (is_whole(value) and value >= 1):
             raise InvalidValue(f"{name} must be an integer, 1 or more; got {value!r}.")

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import io
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from nbtrain.device.machine import cores
 from nbtrain.errors import InvalidValue, Unavailable
 
 TEXT_SUFFIXES = (".txt", ".md")
@@ -123,7 +123,7 @@ def measure(inputs: list[Input], field: str, report: Callable[[str, int, int], N
     """What `plan` has to know of each input; reads them once, all of them."""
     total, read = sum(map(_size, inputs)), [0] * len(inputs)
     stop = threading.Event()
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # hashing leaves Python's lock alone
+    with ThreadPoolExecutor(min(4, cores())) as pool:  # hashing leaves Python's lock alone
         futures = [pool.submit(_measure, one, field, read, i, stop) for i, one in enumerate(inputs)]
         try:
             for future in futures:

@@ -18,3 +18,12 @@ class InvalidType(NbtrainError, TypeError):
 
 class Unavailable(NbtrainError, RuntimeError):
     """Something asked for that this machine does not have: a GPU, a library, enough memory."""
+
+
+def shown(value) -> str:
+    """A value out of a file, as a message may hold it."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 60 else text[:60] + "…"

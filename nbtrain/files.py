@@ -1,6 +1,8 @@
-"""Files and folders that are whole or absent: written beside their place, flushed to the disk, renamed."""
+"""Files and folders that are whole or absent: written beside their place, flushed to the disk, renamed. And
+reading a file that somebody else may have made as long as he likes."""
 
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -78,6 +80,27 @@ def leftovers(folder: Path) -> list[Path]:
             with contextlib.suppress(FileNotFoundError):  # a save that goes on has just renamed it
                 found.append((".old-" in entry.name, -entry.stat().st_mtime, entry))
     return [entry for *_, entry in sorted(found)]
+
+
+def read_bounded(path: Path, most: int, expected: str = "at most {} bytes") -> bytes:
+    """The content of a file. One with more than `most` bytes is not read but refused, with what was
+    `expected`."""
+    n_bytes = path.stat().st_size
+    if n_bytes > most:
+        raise InvalidValue(f"{path}: expected {expected.format(most)}, there are {n_bytes}.")
+    return path.read_bytes()
+
+
+def read_json(path: Path, most: int, *, encoding: str = "utf-8", fault: str = ":", hint: str = ""):
+    """What a JSON file of at most `most` bytes holds. Errors name it; `fault` stands behind its name where it
+    is no JSON, `hint` at the end where it is missing."""
+    if not path.is_file():
+        raise InvalidValue(f"{path} is missing.{hint}")
+    content = read_bounded(path, most)
+    try:
+        return json.loads(content.decode(encoding))
+    except (ValueError, RecursionError) as error:
+        raise InvalidValue(f"{path}{fault} {len(content)} bytes that are no JSON ({error}).") from None
 
 
 def flush(file: BinaryIO) -> None:

@@ -26,8 +26,8 @@ from nbtrain.checkpoint import INDEX, STEPS
 from nbtrain.checkpoint import load as load_checkpoint
 from nbtrain.config import GPTConfig
 from nbtrain.device.place import to_device, use
-from nbtrain.errors import InvalidType, InvalidValue
-from nbtrain.files import flush, write_folder
+from nbtrain.errors import InvalidType, InvalidValue, shown
+from nbtrain.files import flush, read_json, write_folder
 from nbtrain.precision import choose
 from nbtrain.tensor_file import write_tensors
 from nbtrain.tokenizer import BPETokenizer, load_tokenizer
@@ -208,15 +208,8 @@ def _read(folder: Path, dropout: float | None) -> tuple[GPTConfig, Tree, Any]:
 
 
 def _read_json(file: Path) -> dict:
-    if not file.is_file():
-        raise InvalidValue(f"{file} is missing. Give the folder that save_pretrained of transformers wrote.")
-    n_bytes = file.stat().st_size
-    if n_bytes > MAX_JSON_BYTES:
-        raise InvalidValue(f"{file}: expected at most {MAX_JSON_BYTES} bytes, there are {n_bytes}.")
-    try:
-        values = json.loads(file.read_bytes().decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise InvalidValue(f"{file}: {n_bytes} bytes that are no JSON ({error}).") from None
+    hint = " Give the folder that save_pretrained of transformers wrote."
+    values = read_json(file, MAX_JSON_BYTES, hint=hint)
     if not isinstance(values, dict):
         raise InvalidValue(f"{file}: expected a JSON object; got a {type(values).__name__}.")
     return values
@@ -227,13 +220,13 @@ def _read_config(file: Path, dropout: float | None) -> GPTConfig:
     if values.get("model_type") != "gpt2":
         raise InvalidValue(
             f"{file}: model_type must be 'gpt2', the architecture that nbtrain has; got "
-            f"{_short(values.get('model_type'))}."
+            f"{shown(values.get('model_type'))}."
         )
     for name, (accepted, reason) in REQUIRED.items():
         value = values.get(name, accepted[0])
         if value not in accepted:
             raise InvalidValue(
-                f"{file}: {name} must be {' or '.join(map(repr, accepted))}; got {_short(value)}. In nbtrain "
+                f"{file}: {name} must be {' or '.join(map(repr, accepted))}; got {shown(value)}. In nbtrain "
                 f"{reason}, so this model would compute something else."
             )
     sizes = {}
@@ -245,7 +238,7 @@ def _read_config(file: Path, dropout: float | None) -> GPTConfig:
         found = [values.get(name, 0.1) for name in DROPOUTS]
         if not found[0] == found[1] == found[2]:
             raise InvalidValue(
-                f"{file}: {', '.join(DROPOUTS)} are {', '.join(map(_short, found))}; nbtrain has one dropout "
+                f"{file}: {', '.join(DROPOUTS)} are {', '.join(map(shown, found))}; nbtrain has one dropout "
                 "for the three. Make them equal, or say dropout=0.0 where this file is loaded."
             )
         dropout = found[0]
@@ -256,7 +249,7 @@ def _read_config(file: Path, dropout: float | None) -> GPTConfig:
     inner = values.get("n_inner")
     if inner is not None and (isinstance(inner, bool) or inner != 4 * config.n_embd):
         raise InvalidValue(
-            f"{file}: n_inner must be null or 4 * n_embd = {4 * config.n_embd}; got {_short(inner)}. "
+            f"{file}: n_inner must be null or 4 * n_embd = {4 * config.n_embd}; got {shown(inner)}. "
             "nbtrain's MLP is four times as wide as the stream."
         )
     return config
@@ -264,11 +257,6 @@ def _read_config(file: Path, dropout: float | None) -> GPTConfig:
 
 def _with_dropout(config: GPTConfig, dropout: float | None) -> GPTConfig:
     return config if dropout is None else dataclasses.replace(config, dropout=dropout)
-
-
-def _short(value) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:60] + "…"
 
 
 Found = dict[str, tuple[Path, Any, str]]  # tensor without its prefix -> file, the file opened, name in it
@@ -304,15 +292,15 @@ def _files(folder: Path, stack: contextlib.ExitStack) -> tuple[Path, Found]:
             name = sorted(names ^ expected)[0]
             which = "lacks" if name in expected else "holds"
             raise InvalidValue(
-                f"{file} {which} the tensor {_short(name)}, and {source} says otherwise. The files "
+                f"{file} {which} the tensor {shown(name)}, and {source} says otherwise. The files "
                 "are not of one model: take them from one place again."
             )
         for name in sorted(names):
             plain = name.removeprefix(PREFIX)
             if plain in found:
                 raise InvalidValue(
-                    f"{file}: {_short(name)} is the second tensor of that name, beside "
-                    f"{_short(found[plain][2])} in {found[plain][0].name}."
+                    f"{file}: {shown(name)} is the second tensor of that name, beside "
+                    f"{shown(found[plain][2])} in {found[plain][0].name}."
                 )
             found[plain] = file, opened, name
     return source, found
@@ -323,13 +311,13 @@ def _shards(folder: Path) -> dict[Path, set[str]]:
     file = folder / SHARDS
     weight_map = _read_json(file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise InvalidValue(f'{file}: expected "weight_map", tensor name -> shard; got {_short(weight_map)}.')
+        raise InvalidValue(f'{file}: expected "weight_map", tensor name -> shard; got {shown(weight_map)}.')
     shards: dict[Path, set[str]] = {}
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str) or not SHARD.fullmatch(shard):
             raise InvalidValue(
-                f"{file}: {_short(tensor)} must lie in a file of the same folder, such as "
-                f"model-00001-of-00002.safetensors; got {_short(shard)}."
+                f"{file}: {shown(tensor)} must lie in a file of the same folder, such as "
+                f"model-00001-of-00002.safetensors; got {shown(shard)}."
             )
         shards.setdefault(folder / shard, set()).add(tensor)
     for path in shards:
@@ -377,7 +365,7 @@ def _read_tensors(source: Path, found: Found, config: GPTConfig) -> Tree:
             _check_tensor(file, opened, name, shapes["wte.weight"])
         elif plain not in shapes and not BUFFER.fullmatch(plain):
             raise InvalidValue(
-                f"{file} holds the tensor {_short(name)}, which GPT-2 with {CONFIG}'s sizes does not have."
+                f"{file} holds the tensor {shown(name)}, which GPT-2 with {CONFIG}'s sizes does not have."
             )
 
     master = Tree(layout, np.zeros(layout.size, np.float32))
@@ -402,7 +390,7 @@ def _check_tensor(file: Path, opened, name: str, shape: tuple[int, ...]) -> None
     x = opened.get_slice(name)
     found, dtype = tuple(x.get_shape()), x.get_dtype()
     if found != shape:
-        raise InvalidValue(f"{file}: {name} must be {shape} by {CONFIG}; it is {_short(found)}.")
+        raise InvalidValue(f"{file}: {name} must be {shape} by {CONFIG}; it is {shown(found)}.")
     if dtype not in WEIGHTS:
         raise InvalidValue(
             f"{file}: {name} must be {', '.join(WEIGHTS)}; it is {dtype}. Quantized weights cannot be "

@@ -12,10 +12,8 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from nbtrain.batch import Batch
-from nbtrain.config import GPTConfig, TrainConfig
+from nbtrain.config import GPTConfig, TrainConfig, is_whole
 from nbtrain.device import dtype_name
 from nbtrain.device.blas import WORKSPACE
 from nbtrain.device.outline import Card, planning
@@ -315,7 +313,7 @@ def _recomputed(remat: str, n_layer: int) -> int:
 
 
 def _count(name: str, value) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+    if not is_whole(value):
         raise InvalidType(f"{name} must be an int; got {value!r} ({type(value).__name__}).")
     if value < 1:
         raise InvalidValue(f"{name} must be 1 or more; got {value}.")

@@ -6,12 +6,13 @@ steps. `nbtrain.ops.control` moves it.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from nbtrain.device import FLOATS, bfloat16
+from nbtrain.device import FLOATS, bfloat16, dtype_name
 from nbtrain.device.place import compute_capability, resolve_device, say_once
 from nbtrain.errors import InvalidType, InvalidValue, Unavailable
 
@@ -102,12 +103,12 @@ def resolve_dtype(dtype: str, device: str, capability: tuple[int, int] | None = 
     return FLOATS["bf16"], f"compute capability {version} has bf16, which needs no loss scaling"
 
 
-def choose(dtype: str, device: str) -> tuple[str, np.dtype]:
-    """(device, storage dtype) that these names mean here; what "auto" chose is said once, with the reason."""
+def choose(dtype: str, device: str, say: Callable[[str], object] = say_once) -> tuple[str, np.dtype]:
+    """(device, storage dtype) that these names mean here; what "auto" chose is said, with the reason."""
     place, why_device = resolve_device(device)
     storage, why_dtype = resolve_dtype(dtype, place, compute_capability(place))
     if device == "auto":
-        say_once(f"device {place}: {why_device}")
+        say(f"device {place}: {why_device}")
     if dtype == "auto":
-        say_once(f"dtype {storage}: {why_dtype}")
+        say(f"dtype {dtype_name(storage)}: {why_dtype}")
     return place, storage

@@ -12,7 +12,6 @@ On a GPU a step's metrics are read when the next one has been launched, so that 
 
 import contextlib
 import dataclasses
-import glob
 import math
 from collections import deque
 from collections.abc import Callable
@@ -25,9 +24,9 @@ import numpy as np
 from nbtrain.checkpoint import STEPS, Checkpoint, check_tokenizer
 from nbtrain.checkpoints import Checkpoints, run_folder
 from nbtrain.config import GPTConfig, TrainConfig, from_dict, is_whole
-from nbtrain.data import batches, eval_batches
+from nbtrain.data import batches, eval_batches, resolve
 from nbtrain.device import blas, dtype_name
-from nbtrain.device.place import compute_capability, resolve_device, to_device, use
+from nbtrain.device.place import to_device, use
 from nbtrain.device.sensors import Sensors, device_name
 from nbtrain.errors import InvalidType, InvalidValue, Unavailable
 from nbtrain.files import write_atomically
@@ -36,7 +35,7 @@ from nbtrain.lock import only_writer
 from nbtrain.log import Log, Plot, Report, TensorBoard
 from nbtrain.modes import capture, donate
 from nbtrain.monitor import Monitor, check_warn_z
-from nbtrain.precision import resolve_dtype
+from nbtrain.precision import choose
 from nbtrain.speed import flop_per_token, peak_flop_per_s
 from nbtrain.token_file import FORMATS
 from nbtrain.train import OptState, init, make_eval_step, make_train_step
@@ -167,7 +166,7 @@ def train(
         peak, text = _peak(config, place, dtype_name(params.dtype))
         report.say(text)
         monitor = Monitor(run.warn_z, steps_ahead(place))
-        if resume is not None and "monitor" in (resume.meta["extra"] or {}):
+        if resume is not None and "monitor" in resume.meta["extra"]:
             try:
                 monitor.restore(resume.meta["extra"]["monitor"])
             except InvalidValue as error:
@@ -287,12 +286,7 @@ def _start(config, run, dtype, device, start, resume, report):
             raise InvalidValue(f"start's opt_state has done {done} of {run.steps} steps. Ask for more.")
         return *start, None, start[0].device
     if resume is None:
-        place, why = resolve_device(device)
-        if device == "auto":
-            report.say(f"device {place}: {why}")
-        storage, why = resolve_dtype(dtype, place, compute_capability(place))
-        if dtype == "auto":
-            report.say(f"dtype {dtype_name(storage)}: {why}")
+        place, storage = choose(dtype, device, report.say)
         return *init(config, run.seed, dtype_name(storage), place), None, place
     path, opt_state = resume.meta["path"], resume.opt_state
     if opt_state is None or resume.data_state is None:
@@ -418,7 +412,8 @@ def _found(file: str, was_in, folder: Path, name: str) -> str:
     if isinstance(was_in, str) and Path(file).is_relative_to(was_in):
         paths.insert(0, str(folder / Path(file).relative_to(was_in)))
     for path in paths:
-        if Path(path).exists() or glob.glob(path, recursive=True):
+        with contextlib.suppress(InvalidValue):
+            resolve(path)
             return path
     raise InvalidValue(
         f"{folder}: its token files {file} are not there any more. Say where they are: "

@@ -26,7 +26,7 @@ from nbtrain.bpe import (
     parsed,
 )
 from nbtrain.errors import InvalidType, InvalidValue
-from nbtrain.files import write_atomically
+from nbtrain.files import read_bounded, write_atomically
 
 # What ends a text in well-known vocabularies, where no tokenizer_config.json says it.
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
@@ -317,15 +317,11 @@ def _named(path: Path, make: Callable[[str], Any]):
     """What `make` makes of a file's text; errors name the file."""
     if not path.is_file():
         raise InvalidValue(f"expected a tokenizer's file at {path}, where there is none.")
-    n_bytes = path.stat().st_size
-    if n_bytes > MAX_FILE_BYTES:
-        raise InvalidValue(
-            f"{path}: expected a tokenizer of at most {MAX_FILE_BYTES} bytes, there are {n_bytes}."
-        )
+    content = read_bounded(path, MAX_FILE_BYTES, "a tokenizer of at most {} bytes")
     try:
-        return make(path.read_bytes().decode("utf-8"))
+        return make(content.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise InvalidValue(f"{path} is no tokenizer's JSON ({n_bytes} bytes): {error}.") from None
+        raise InvalidValue(f"{path} is no tokenizer's JSON ({len(content)} bytes): {error}.") from None
     except (InvalidValue, InvalidType) as error:
         raise InvalidValue(f"{path}: {error}") from None
 

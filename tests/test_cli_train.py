@@ -44,7 +44,7 @@ def test_training_tells_what_it_does(trained):
 
 
 def test_what_auto_chose_is_said_with_the_reason(nb, tmp_path, monkeypatch):
-    monkeypatch.setattr("nbtrain.run.resolve_device", lambda name: ("cpu", "because of a test"))
+    monkeypatch.setattr("nbtrain.precision.resolve_device", lambda name: ("cpu", "because of a test"))
     (tmp_path / "text.txt").write_text(TEXT)
     tiny = [arg for arg in TINY if arg not in ("--device", "cpu")]
     code, out, err = nb(

@@ -43,16 +43,14 @@ class Format(StrEnum):
 def command(function):
     """A command of `app` whose failures are one line and an exit code."""
     name = function.__name__.removesuffix("_")
-    plans = "`nbtrain plan` tells what a run takes, before it begins."
-    memory = (
-        f"nbtrain {name}",
-        plans if name == "train" else "Take less at once, or a machine with more memory.",
-    )
+    advice = "Take less at once, or a machine with more memory."
+    if name == "train":
+        advice = "`nbtrain plan` tells what a run takes, before it begins."
 
     @functools.wraps(function)
     def guarded(*args, **options):
         try:
-            with enough_memory(*memory):
+            with enough_memory(f"nbtrain {name}", advice):
                 return function(*args, **options)
         except BrokenPipeError:
             raise  # the reader of our output has left; typer ends quietly

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from nbtrain.cli.app import Dtype, TokenizerKind
+from nbtrain.cli.app import TokenizerKind
 from nbtrain.cli.config_file import read
 from nbtrain.cli.prepare import make_tokenizer
 from nbtrain.cli.progress import reporter
@@ -137,9 +137,8 @@ def _new(o):
     from nbtrain.checkpoint import check_tokenizer
     from nbtrain.config import GPTConfig, TrainConfig
     from nbtrain.device import dtype_name
-    from nbtrain.device.place import compute_capability, resolve_device
     from nbtrain.lock import only_writer
-    from nbtrain.precision import resolve_dtype
+    from nbtrain.precision import choose
     from nbtrain.run import RunConfig, check_available, micro_batches
     from nbtrain.run import train as run_train
     from nbtrain.train import make_train_step
@@ -165,8 +164,8 @@ def _new(o):
     )  # fmt: skip
     # What is wrong is said before a text is read and its tokens are written.
     RunConfig(train=(), **run)
-    place, why_device = resolve_device(o.device)
-    storage, why_dtype = resolve_dtype(o.dtype.value, place, compute_capability(place))
+    chosen: list[str] = []
+    place, storage = choose(o.dtype.value, o.device, chosen.append)
     check_available(place, o.capture, o.tensorboard)
     start: tuple | None = None
     brought = None
@@ -179,10 +178,8 @@ def _new(o):
         dropout = o.dropout if "dropout" in o.given else None
         loaded = load_init(o.init, dtype_name(storage), place, dropout=dropout, seed=o.seed)
         config, start, brought = loaded[0], loaded[1:3], loaded[3]
-        if o.device == "auto":
-            reporter().say(f"device {place}: {why_device}")
-        if o.dtype is Dtype.auto:
-            reporter().say(f"dtype {dtype_name(storage)}: {why_dtype}")
+        for line in chosen:  # a run that begins with random weights says it itself
+            reporter().say(line)
     make_train_step(config, train_config)
     if o.total_batch_tokens is not None:
         run["micro"] = micro_batches(o.total_batch_tokens, o.batch_size, config.block_size)

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 
-from nbtrain.errors import InvalidValue, NbtrainError
+from nbtrain.errors import InvalidValue, NbtrainError, shown
+from nbtrain.files import read_bounded
 
 MAX_BYTES = 2**20
 INTEGER = 2**64  # a seed may have so many bits
@@ -34,10 +35,7 @@ def read(path: Path, annotations: dict[str, Any]) -> dict[str, Any]:
     """The options in a TOML file, each of the type that `annotations` says. InvalidValue names the file."""
     known = {name: kind for name, kind in map(_kind, annotations.items()) if kind is not None}
     try:
-        n_bytes = path.stat().st_size
-        if n_bytes > MAX_BYTES:
-            raise InvalidValue(f"{path}: expected at most {MAX_BYTES} bytes of options, there are {n_bytes}.")
-        content = path.read_bytes()
+        content = read_bounded(path, MAX_BYTES, "at most {} bytes of options")
     except OSError as error:
         raise InvalidValue(
             f"{path}: expected a TOML file of options; it cannot be read: {error.strerror}. Check the path."
@@ -50,7 +48,7 @@ def read(path: Path, annotations: dict[str, Any]) -> dict[str, Any]:
         if name not in known:
             near = difflib.get_close_matches(name.replace("-", "_"), known, 1, 0.0)[0]
             raise InvalidValue(
-                f"{path}: unknown option {_shown(name)}; the nearest known one is {near!r}. The flags of "
+                f"{path}: unknown option {shown(name)}; the nearest known one is {near!r}. The flags of "
                 "--help are the options, with _ for -."
             )
     return {name: _checked(path, name, value, known[name]) for name, value in values.items()}
@@ -88,13 +86,5 @@ def _checked(path: Path, name: str, value, kind):
     else:
         want, fits = "a string", isinstance(value, str) and "\0" not in value
     if not fits:
-        raise InvalidValue(f"{path}: {name} must be {want}; got {_shown(value)}.")
+        raise InvalidValue(f"{path}: {name} must be {want}; got {shown(value)}.")
     return tuple(value) if get_origin(kind) is tuple else value
-
-
-def _shown(value) -> str:
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # an integer of thousands of digits
-        return f"a {type(value).__name__}"
-    return text if len(text) <= 60 else text[:60] + "…"

@@ -1,5 +1,5 @@
-"""How many cores this machine has, and what of it decides a result's bits, beside the libraries' versions and
-the plan of the products."""
+"""The machine: what of it decides a result's bits, beside the libraries' versions and the plan of the
+products; and how many cores it has."""
 
 import os
 

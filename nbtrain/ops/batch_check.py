@@ -5,6 +5,7 @@
 
 tokens, targets: (A, B, T) int32, all micro-batches. loss_scale: (1,) or () fp32, dloss: (1,) fp32.
 counts: (3,) int32 = (n, flat position of the first bad token or -1, that of the first bad target or -1).
+`nan_if_bad` makes a loss nan where counts tells of a bad id.
 """
 
 import functools
