@@ -101,7 +101,7 @@ class TrainConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1  # of matrices and embeddings
     clip: float = 1.0  # largest L2 norm of the gradient; 0 does not clip
-    remat: str = "none"  # none, every:k or full
+    remat: str = "light"  # none, light, every:k or full
     loss_scale: float | str = "auto"  # a number, "dynamic", or "auto": dynamic for fp16, 1 otherwise
     growth_interval: int = 2000  # dynamic: good steps before the scale doubles
 
@@ -128,15 +128,15 @@ class TrainConfig:
         self.remat_every(1)
 
     def remat_every(self, n_layer: int) -> int:
-        """Blocks between two kept inputs, 0 where every activation is kept."""
+        """Blocks between two kept inputs, 0 where no block runs forward again."""
         kind, _, k = self.remat.partition(":") if isinstance(self.remat, str) else ("", "", "")
-        if kind == "none" and not k:
+        if kind in ("none", "light") and not k:
             return 0
         if kind == "full" and not k:
             return 1
         if kind == "every" and k.isdigit() and int(k) > 0:
             return min(int(k), n_layer)
-        raise InvalidValue(f'remat is "none", "every:k" with k >= 1, or "full"; got {self.remat!r}.')
+        raise InvalidValue(f'remat is "none", "light", "every:k" with k >= 1, or "full"; got {self.remat!r}.')
 
 
 def is_whole(x) -> bool:

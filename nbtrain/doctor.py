@@ -52,9 +52,10 @@ def _what_runs() -> Iterator[str]:
     """What the library chooses on this machine, with its reasons."""
     from nbtrain.device import TARGET, dtype_name
     from nbtrain.device.blas import room
+    from nbtrain.device.capability import compute_capability
     from nbtrain.device.cpu import cache_folder, thread_count
     from nbtrain.device.machine import machine
-    from nbtrain.device.place import compute_capability, memory_of, resolve_device
+    from nbtrain.device.place import memory_of, resolve_device
     from nbtrain.precision import resolve_dtype
 
     yield f"kernels are compiled for: {TARGET}"

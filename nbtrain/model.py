@@ -10,9 +10,9 @@ A residual addition belongs to the LayerNorm behind it: a block hands on its las
 
 Recomputation (Chen et al., 2016): with `remat="every:k"` only the input of each k-th block is kept, and the
 backward pass runs the forward pass of k blocks again, by the same kernels, so gradients have the same bits
-for every policy. Beneath every policy, on a GPU, GELU's result is not kept: its backward kernel has all it
-takes to write it again. Logits exist for some rows at a time, and become their gradient in place while they
-are there; they lie over what only a block's own passes need.
+for every policy. With every policy but "none", on a GPU, GELU's result is not kept: its backward kernel has
+all it takes to write it again ("light" does that alone). Logits exist for some rows at a time, and become
+their gradient in place while they are there; they lie over what only a block's own passes need.
 """
 
 import math
@@ -98,8 +98,9 @@ class GPT:
     Not for several threads at once: every call writes the same memory.
     """
 
-    def __init__(self, config: GPTConfig, remat: str = "none"):
+    def __init__(self, config: GPTConfig, remat: str = "light"):
         self.config = config
+        self._keeps_gelu = remat == "none"
         self._device = ""
         self.every = TrainConfig(remat=remat).remat_every(config.n_layer)
         self._scratch: Any = None  # a Scratch, from the first call on, whose params say on which device
@@ -119,7 +120,7 @@ class GPT:
         blocks, grads = p.sections("blocks"), g.sections("blocks")
 
         chunks = self._row_chunks(N, dtype)
-        of_blocks = (8 if self._light else 4) * C * N  # act, dfc
+        of_blocks = (8 if self._rewrites_gelu else 4) * C * N  # act, dfc
         largest = max(chunks[0].stop * cfg.padded_vocab_size, of_blocks)
         scratch("logits", (largest,), dtype)  # at once, or it would be taken again when it grows
         f, x2 = self._blocks(p, batch.tokens, rng)
@@ -184,6 +185,10 @@ class GPT:
             self._light = on_gpu(params.buffer)
         return self._scratch
 
+    @property
+    def _rewrites_gelu(self) -> bool:
+        return self._light and not self._keeps_gelu
+
     def _final(self, params, tokens):
         """(N, C): what the vocabulary product takes, without keeping anything for a backward pass."""
         return self._last_norm(params, *self._blocks(params, tokens, None, keep=False))[0]
@@ -197,7 +202,7 @@ class GPT:
         def name_of(field: str) -> str:
             if field == "x1" and kept:
                 return kept
-            return "logits" if field == "act" and self._light else f"{field}.{slot}"
+            return "logits" if field == "act" and self._rewrites_gelu else f"{field}.{slot}"
 
         shapes = {
             "x1": (N, C), "h1": (N, C), "mean1": (N,), "rstd1": (N,),
@@ -256,12 +261,13 @@ class GPT:
         """dx: the gradient of the block's result on entry, of a.x1 on return. g_before: the gradients of the
         block before, whose last bias is added to a.x1."""
         (B, H, T), (N, C) = a.lse.shape, a.x1.shape
-        behind_act = a.act.nbytes if self._light else 0
+        rewritten = a.act if self._rewrites_gelu else None
+        behind_act = 0 if rewritten is None else a.act.nbytes
         dfc = self._scratch("logits", (N, 4 * C), dx.dtype, at=behind_act)
         dqkv = self._scratch("logits", (N, 3 * C), dx.dtype, at=behind_act)  # dfc has been read by then
         dout = self._branch_dropout(dropout_backward, dx, rng, i, _AFTER_OUT, T)
         linear_backward_input(dout, w.out_w, out=dfc)
-        gelu_backward(dfc, a.fc, w.fc_b, recompute_out=a.act if self._light else None, out=(dfc, g.fc_b))
+        gelu_backward(dfc, a.fc, w.fc_b, recompute_out=rewritten, out=(dfc, g.fc_b))
         own_bias = self._bias_gradient(g.proj_b) is None
         linear_backward_weight(dout, a.act, bias=own_bias, out=(g.out_w, g.out_b if own_bias else None))
         linear_backward(dfc, a.h2, w.fc_w, bias=False, out=(dh, g.fc_w, None))

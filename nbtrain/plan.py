@@ -16,8 +16,9 @@ from nbtrain.batch import Batch
 from nbtrain.config import GPTConfig, TrainConfig, is_whole
 from nbtrain.device import dtype_name
 from nbtrain.device.blas import WORKSPACE
+from nbtrain.device.capability import compute_capability
 from nbtrain.device.outline import Card, planning
-from nbtrain.device.place import compute_capability, memory_of, resolve_device
+from nbtrain.device.place import memory_of, resolve_device
 from nbtrain.errors import InvalidType, InvalidValue, Unavailable
 from nbtrain.model import GPT, LOGITS_BYTES
 from nbtrain.modes import capture, donate
@@ -42,6 +43,7 @@ MOST_TOKENS = 2**31 - 2  # of a batch: the kernels count them in 32 bits
 # Recomputing every block takes this share of a step more, and a step of so many rows is half as fast, a row,
 # as one of very many: both by docs/speed.md. They order what fits, and are no forecast.
 FORWARD_SHARE, HALF_SPEED_ROWS = 0.27, 1200
+GELU_SHARE = 0.01  # what writing GELU's results again takes, by docs/speed.md
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +75,8 @@ class Plan:
     def speed(self) -> float:
         """An estimate of tokens/s, relative to a large batch without recomputation."""
         rows = self.B * self.T
-        return rows / (rows + HALF_SPEED_ROWS) / (1 + FORWARD_SHARE * self.recomputed / self.config.n_layer)
+        again = FORWARD_SHARE * self.recomputed / self.config.n_layer + GELU_SHARE * (self.remat != "none")
+        return rows / (rows + HALF_SPEED_ROWS) / (1 + again)
 
     def __str__(self) -> str:
         width = max(map(len, self.parts))
@@ -90,7 +93,7 @@ def plan(
     T: int | None = None,
     micro: int = 1,
     dtype: str = "auto",
-    remat: str = "none",
+    remat: str = "light",
     mode: str = "auto",
     device: str = "auto",
     evaluate: bool = True,
@@ -143,10 +146,10 @@ def fastest(found: list[Fit]) -> Plan | None:
 
 
 def policies(n_layer: int) -> list[str]:
-    """Remat policies worth a look, those that recompute least first: none, every:k with k a half, a fourth, …
-    of the blocks, full."""
+    """Remat policies worth a look, those that recompute least first: none, light, every:k with k a half, a
+    fourth, … of the blocks, full."""
     halves = [n_layer >> shift for shift in range(1, n_layer.bit_length())]
-    found = ["none", *(f"every:{k}" for k in halves if k > 1), "full"]
+    found = ["none", "light", *(f"every:{k}" for k in halves if k > 1), "full"]
     return sorted(found, key=lambda remat: _recomputed(remat, n_layer))
 
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nbtrain.device import FLOATS, bfloat16, dtype_name
-from nbtrain.device.place import compute_capability, resolve_device, say_once
+from nbtrain.device.capability import compute_capability
+from nbtrain.device.place import resolve_device, say_once
 from nbtrain.errors import InvalidType, InvalidValue, Unavailable
 
 Array = Any  # numpy.ndarray or cupy.ndarray

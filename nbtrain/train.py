@@ -25,9 +25,10 @@ from nbtrain.config import GPTConfig, TrainConfig
 from nbtrain.device import FLOATS, array_module, backend, dtype_name
 from nbtrain.device.ahead import compile_ahead
 from nbtrain.device.blas import WORKSPACE, room
+from nbtrain.device.capability import capability_of
 from nbtrain.device.outline import Card, planning
 from nbtrain.device.philox import Rng
-from nbtrain.device.place import capability_of, device_of, enough_memory, to_device, to_host, use
+from nbtrain.device.place import device_of, enough_memory, to_device, to_host, use
 from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.model import GPT, init_params
 from nbtrain.ops.adamw import adamw
@@ -397,7 +398,7 @@ def make_train_step(model: GPTConfig | Callable, config: TrainConfig | None = No
         raise InvalidType(
             f"make_train_step expects a GPTConfig or a function loss_and_grads; got {type(model).__name__}."
         )
-    if config.remat != "none":
+    if config.remat_every(1):
         raise InvalidValue(
             f"remat={config.remat!r} belongs to a GPTConfig; your own loss_and_grads recomputes as it likes."
         )

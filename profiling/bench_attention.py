@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from nbtrain.device import FLOATS
+from nbtrain.device.capability import compute_capability
 from nbtrain.device.nvidia import flash
 from nbtrain.device.nvidia.flash import Config
-from nbtrain.device.place import compute_capability
 from profiling.timing import RESULTS, machine, write_results
 
 T, HEADS = 1024, {64: 12, 80: 10, 96: 8, 128: 6}

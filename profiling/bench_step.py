@@ -213,7 +213,7 @@ def main():
     parser.add_argument("--batch", nargs="+", type=int, default=[32])
     parser.add_argument("--mode", nargs="+", default=["capture"], choices=["capture", "donate", "pure"])
     parser.add_argument("--preset", default="gpt2")
-    parser.add_argument("--remat", default="none")
+    parser.add_argument("--remat", nargs="+", default=["light"], help="policies of recomputation")
     parser.add_argument("--loss-scale", default="auto", help='a power of two, "dynamic" or "auto"')
     parser.add_argument("--peers", default="", help="torch,jax")
     parser.add_argument(
@@ -247,8 +247,16 @@ def main():
     for dtype in args.dtype:
         for batch in args.batch:
             jobs += [
-                dict(trainer="nbtrain", variant=mode, mode=mode, dtype=dtype, batch=batch)
+                dict(
+                    trainer="nbtrain",
+                    variant=f"{mode}, {remat}",
+                    mode=mode,
+                    remat=remat,
+                    dtype=dtype,
+                    batch=batch,
+                )
                 for mode in args.mode
+                for remat in args.remat
             ]
             if "torch" in args.peers and dtype != "fp32":
                 kinds = args.torch if dtype == "bf16" else ("autocast",)

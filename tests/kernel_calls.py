@@ -207,15 +207,16 @@ CALLS = [
 ]
 
 
-def record(only: str = "", dtypes=tuple(FLOATS)):
-    """Every distinct (kernel, numba argument types, grid, block) of `CALLS` whose names contain `only`."""
+def record(only: str = "", dtypes=tuple(FLOATS), capability=None):
+    """Every distinct (kernel, numba argument types, grid, block) of `CALLS` whose names contain `only`, on an
+    NVIDIA GPU of this compute capability or on any other."""
     from numba import typeof
 
     found = {}
     for call in CALLS:
         if only in call.__name__:
             for dtype in dtypes:
-                with recording() as records:
+                with recording(capability) as records:
                     call(FLOATS[dtype])
                 for kernel, args, grid, block in records:
                     types = tuple(typeof(x) for x in args)

@@ -8,9 +8,9 @@ import pytest
 def test_plan_prints_what_fits_and_the_fastest_by_part(nb):
     code, out, err = nb("plan", "--preset", "gpt2", "--n-layer", "4", "--vram", "4GB", "--device", "cuda")
     assert code == 0 and not err
-    rows = dict(re.findall(r"^(none|every:\d+|full) +(\d+) ", out, re.M))
-    assert list(rows) == ["none", "every:2", "full"]
-    assert f"the fastest that fits: --batch-size {rows['none']} --remat none" in out
+    rows = dict(re.findall(r"^(none|light|every:\d+|full) +(\d+) ", out, re.M))
+    assert list(rows) == ["none", "light", "every:2", "full"]
+    assert f"the fastest that fits: --batch-size {rows['light']} --remat light" in out
     parts = [int(n.replace(",", "")) for n in re.findall(r" ([\d,]+) MB$", out, re.M)]
     assert abs(sum(parts[:-1]) - parts[-1]) <= len(parts) and 3000 < parts[-1] <= 4000
 
@@ -25,9 +25,9 @@ def test_plan_says_that_nothing_fits_and_the_smallest_need(nb):
 def test_plan_of_a_batch_takes_the_policy_that_recomputes_least(nb):
     size = "--preset gpt2 --n-layer 4 --vram 4GB --device cuda".split()
     _, out, _ = nb("plan", *size)
-    largest = {remat: int(B) for remat, B in re.findall(r"^(none|every:2|full) +(\d+) ", out, re.M)}
-    code, out, _ = nb("plan", *size, "--batch-size", largest["none"] + 1)
-    assert code == 0 and f"the fastest that fits: --batch-size {largest['none'] + 1} --remat every:2" in out
+    largest = {remat: int(B) for remat, B in re.findall(r"^(light|every:2|full) +(\d+) ", out, re.M)}
+    code, out, _ = nb("plan", *size, "--batch-size", largest["light"] + 1)
+    assert code == 0 and f"the fastest that fits: --batch-size {largest['light'] + 1} --remat every:2" in out
     code, out, _ = nb("plan", *size, "--batch-size", 4 * largest["full"])
     assert code == 1 and f"The least that B = {4 * largest['full']} takes, with remat " in out
 

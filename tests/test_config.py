@@ -78,7 +78,10 @@ def test_an_unknown_preset_or_option_lists_the_known_ones():
 
 
 def test_remat_names_the_blocks_between_kept_inputs():
-    assert [TrainConfig(remat=r).remat_every(12) for r in ("none", "full", "every:4", "every:99")] == [
+    assert [
+        TrainConfig(remat=r).remat_every(12) for r in ("none", "light", "full", "every:4", "every:99")
+    ] == [
+        0,
         0,
         1,
         4,

@@ -118,7 +118,7 @@ def test_every_remat_policy_gives_the_same_bits(device, dtype, dropout):
     batch = random_batch(cfg, 2, 8, device=device)
     rng = Rng(to_device(np.array([1, 2, 3], np.uint32), device), 4)
     results = []
-    for remat in ("none", "every:2", "every:3", "full", "every:9"):
+    for remat in ("none", "light", "every:2", "every:3", "full", "every:9"):
         grads = params.like()
         loss = GPT(cfg, remat).loss_and_grads(params, batch, loss_scale=scalar(1, device), rng=rng, out=grads)
         results.append((float(loss[0]), to_host(grads.buffer)))

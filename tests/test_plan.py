@@ -54,7 +54,7 @@ def ran(config, A, B, T, dtype, remat):
 
 @pytest.mark.parametrize("logits_bytes", [1 << 30, 1 << 13], ids=["one chunk", "chunks"])
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("remat", ["none", "every:2", "every:3", "full"])
+@pytest.mark.parametrize("remat", ["none", "light", "every:2", "every:3", "full"])
 def test_every_part_is_what_a_run_on_the_cpu_takes(remat, dtype, logits_bytes, monkeypatch):
     monkeypatch.setattr(nbtrain.model, "LOGITS_BYTES", logits_bytes)
     for A, B, T, dropout in ((1, 3, 32, 0.0), (2, 5, 31, 0.2)):
@@ -66,7 +66,7 @@ def test_every_part_is_what_a_run_on_the_cpu_takes(remat, dtype, logits_bytes, m
         assert (taken["fp32 embedding gradient"] > 0) == (logits_bytes < 1 << 30)
 
 
-@pytest.mark.parametrize("remat", ["none", "every:2", "full"])
+@pytest.mark.parametrize("remat", ["none", "light", "every:2", "full"])
 def test_every_part_is_what_the_launchers_of_a_gpu_take(remat, monkeypatch):
     """`recording` walks them on NumPy arrays: the forms of a GPU, with real memory and no kernels."""
     monkeypatch.setattr(nbtrain.model, "LOGITS_BYTES", 1 << 13)
@@ -76,7 +76,8 @@ def test_every_part_is_what_the_launchers_of_a_gpu_take(remat, monkeypatch):
         taken = ran(config, 2, 3, 32, "fp32", remat)
     assert {name: planned.parts[name] for name in COUNTED} == taken
     on_the_cpu = plan(config, B=3, micro=2, dtype="fp32", remat=remat, mode="donate", device="cpu")
-    assert planned.parts["activations"] < on_the_cpu.parts["activations"]  # GELU's results are not kept
+    gelu_kept = planned.parts["activations"] >= on_the_cpu.parts["activations"]
+    assert gelu_kept == (remat == "none")
 
 
 def test_evaluation_on_the_cpu_is_counted_whole():
@@ -158,18 +159,19 @@ def test_the_largest_batch_is_found_where_a_larger_one_takes_less():
 
 def test_policies_recompute_more_and_take_less():
     found = fits(GPTConfig.preset("gpt2"), 8_000_000_000, device="cuda")
-    assert [fit.remat for fit in found] == policies(12) == ["none", "every:6", "every:3", "full"]
+    assert [fit.remat for fit in found] == policies(12) == ["none", "light", "every:6", "every:3", "full"]
     batch = [fit.largest.B for fit in found]
     assert batch == sorted(batch) and batch[-1] > 2 * batch[0]
-    assert [fit.largest.recomputed for fit in found] == [0, 6, 9, 11]
-    assert fastest(found).remat == "none"
+    assert [fit.largest.recomputed for fit in found] == [0, 0, 6, 9, 11]
+    assert fastest(found).remat == "light"
 
 
 def test_recomputing_beats_a_tiny_batch():
     config = GPTConfig.preset("gpt2-large")
     need = plan(config, B=1, device="cuda").total
     found = fits(config, need + 100_000_000, device="cuda")
-    assert found[0].largest.B == 1 and fastest(found).remat != "none"
+    none, light, *_ = found
+    assert none.largest is None and light.largest.B == 1 and fastest(found).remat.startswith("every")
 
 
 def test_where_nothing_fits_the_smallest_need_is_told():

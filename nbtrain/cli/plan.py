@@ -40,7 +40,8 @@ def plan(
     remat: Annotated[
         str | None,
         typer.Option(
-            help="Recomputation: none, every:k or full.", show_default="none, every:k for some k, and full"
+            help="Recomputation: none, light, every:k or full.",
+            show_default="none, light, every:k for some k, and full",
         ),
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of weights and activations.")] = Dtype.auto,
@@ -75,7 +76,7 @@ def plan(
     if card is None and batch_size is None:
         raise typer.BadParameter("give --vram, --batch-size or both: there is no GPU here to plan for.")
     if batch_size is not None:
-        shown = make_plan(config, B=batch_size, remat=remat or "none", **options)
+        shown = make_plan(config, B=batch_size, remat=remat or "light", **options)
     print(describe(config))
     if card is None:
         print(f"{_how(shown, evaluate)}, B = {shown.B}, remat {shown.remat}:\n\n{shown}")

@@ -116,8 +116,9 @@ def train(
         ),
     ] = None,
     remat: Annotated[
-        str, typer.Option(help="Recompute activations to save memory: none, every:k or full.")
-    ] = "none",
+        str,
+        typer.Option(help="Recompute activations to save memory: none, light (GELU alone), every:k or full."),
+    ] = "light",
     warn_z: Annotated[
         float,
         typer.Option(

@@ -16,6 +16,7 @@ from nbtrain.device.arrays import (
     same_memory,
 )
 from nbtrain.device.backend import SIMULATED, TARGET, backend, cuda
+from nbtrain.device.capability import shared_memory_of
 from nbtrain.device.cpu import njit, prange, twin
 from nbtrain.device.launching import is_recording, launch, on_gpu, recording
 from nbtrain.device.philox import random_bits, random_bits8
@@ -25,15 +26,14 @@ from nbtrain.device.vector import (
     block_sum,
     block_sums,
     exp2,
+    fetch_access,
     load,
     log2,
     rcp,
-    read8,
     round8,
     row_access,
     rsqrt,
     store,
-    unpack8,
 )
 
 __all__ = [
@@ -44,9 +44,9 @@ __all__ = [
     "float32", "int32", "int64", "uint32", "uint64",
     # the GPU target, and how its kernels are written and launched
     "SIMULATED", "TARGET", "cuda", "device_function", "kernel",
-    "is_recording", "launch", "on_gpu", "recording", "row_shape", "tuned",
+    "is_recording", "launch", "on_gpu", "recording", "row_shape", "shared_memory_of", "tuned",
     # inside kernels
-    "load", "read8", "round8", "row_access", "store", "unpack8",
+    "fetch_access", "load", "round8", "row_access", "store",
     "block_max", "block_sum", "block_sums", "exp2", "log2", "random_bits", "random_bits8", "rcp", "rsqrt",
     # CPU twins
     "njit", "prange", "twin",

@@ -6,8 +6,9 @@ import numpy as np
 
 from nbtrain.device.arrays import aligned, bfloat16, is_cupy
 from nbtrain.device.backend import TARGET
+from nbtrain.device.capability import capability_of
 from nbtrain.device.outline import Outline
-from nbtrain.device.place import capability_of, say_once
+from nbtrain.device.place import say_once
 from nbtrain.device.reduce import sum_rows
 from nbtrain.errors import InvalidValue, Unavailable
 

@@ -9,6 +9,7 @@ from nbtrain.device.backend import SIMULATED, backend
 from nbtrain.device.outline import Outline
 
 _records: list | None = None
+_recorded_capability: tuple[int, int] | None = None
 
 
 def on_gpu(x) -> bool:
@@ -48,16 +49,22 @@ def _stored(x):
     return x.view(np.uint16) if x.dtype == bfloat16 else x
 
 
+def recorded_capability() -> tuple[int, int] | None:
+    """The compute capability that launches are being recorded for."""
+    return _recorded_capability
+
+
 @contextlib.contextmanager
-def recording():
+def recording(capability: tuple[int, int] | None = None):
     """Collects launches instead of making them: a list of (kernel, arguments, grid, block).
 
-    Inside, launchers take NumPy arrays for GPU arrays and matrix products are skipped. For checks that
-    compile every kernel on a machine without a GPU.
+    Inside, launchers take NumPy arrays for arrays of a GPU, an NVIDIA one of this compute capability or any
+    other, and matrix products are skipped. For checks that compile every kernel on a machine without a GPU.
     """
-    global _records
-    before, _records = _records, []
+    global _records, _recorded_capability
+    before = _records, _recorded_capability
+    _records, _recorded_capability = [], capability
     try:
         yield _records
     finally:
-        _records = before
+        _records, _recorded_capability = before

@@ -1,7 +1,6 @@
 """Where arrays live: choosing a device, moving arrays there and back."""
 
 import contextlib
-import functools
 import os
 import sys
 
@@ -126,22 +125,6 @@ def to_device(x, device: str):
 def to_host(x) -> np.ndarray:
     """The array as NumPy's; waits for the device."""
     return x.get() if is_cupy(x) else np.asarray(x)
-
-
-@functools.cache
-def compute_capability(device: str) -> tuple[int, int] | None:
-    """(9, 0) on a Hopper GPU; None on the CPU and on AMD."""
-    if not device.startswith("cuda"):
-        return None
-    import cupy
-
-    text = cupy.cuda.Device(int(device.partition(":")[2])).compute_capability
-    return int(text[:-1]), int(text[-1])
-
-
-def capability_of(x) -> tuple[int, int] | None:
-    """The compute capability of the NVIDIA GPU that an array or an outline is on; None elsewhere."""
-    return x.card.capability if isinstance(x, Outline) else compute_capability(device_of(x))
 
 
 def memory_of(device: str) -> int:

@@ -2,7 +2,7 @@
 NumPy arrays, slowly, on a machine without a GPU. See `nbtrain.device.vector` for what each name means."""
 
 import numpy as np
-from numba import cuda
+from numba import cuda, uint32
 
 from nbtrain.device.arrays import bfloat16
 
@@ -10,14 +10,19 @@ F = np.float32
 device_function = cuda.jit(device=True)
 
 
-def kernel(*, launch_bounds=None, fastmath: bool = True):
-    return cuda.jit
+def kernel(*, launch_bounds=None, fastmath: bool = True, shared_bytes: int = 0):
+    def decorate(function):
+        compiled = cuda.jit(function)
+        compiled.shared_bytes = shared_bytes
+        return compiled
+
+    return decorate
 
 
 def launch(compiled, grid, block, args) -> None:
     # The simulator copies every array back after a launch, so a read-only one must be a copy.
     writable = (x.copy() if isinstance(x, np.ndarray) and not x.flags.writeable else x for x in args)
-    compiled[grid, block](*writable)
+    compiled[grid, block, 0, compiled.shared_bytes](*writable)
 
 
 def _flat(array):
@@ -63,8 +68,20 @@ def round8(dst, at, like):
     values[at : at + 8] = _values(_rounded(values[at : at + 8], _flat(like).dtype))
 
 
-def read8(words, at, src, i):
-    _flat(words)[at : at + 4] = np.ascontiguousarray(_flat(src)[i : i + 8]).view(np.uint32)
+def shared_words(n: int):
+    @device_function
+    def slots():  # a kernel may have one: the simulator tells shared arrays apart by their source line
+        return cuda.shared.array(n, uint32)
+
+    return slots
+
+
+def fetch8(words, k, src, i):
+    _flat(words)[k : k + 4] = np.ascontiguousarray(_flat(src)[i : i + 8]).view(np.uint32)
+
+
+def await_fetches():
+    pass
 
 
 def unpack8(dst, at, words, k, like):

@@ -5,8 +5,6 @@
     load8(dst, at, a, i, count)     dst[at : at + 8] = a[i : i + 8] as fp32
     store8(a, i, src, at, count)    a[i : i + 8] = src[at : at + 8]
     round8(dst, at, a)              dst[at : at + 8] rounded to the storage of a, still fp32
-    read8(words, k, a, i)           words[k : k + 4] = a[i : i + 8], 16-bit storage, as uint32, to be kept
-    unpack8(dst, at, words, k, a)   dst[at : at + 8] = those, in the storage of a, as fp32
     exp2 log2 rcp rsqrt             one instruction each
 
     block_sum(threads, rows)        device functions: the sum, or the largest, of one fp32 value over the
@@ -16,6 +14,15 @@
 Arrays are C-contiguous, of any rank, and indexed flat. `dst` and `src` are local arrays. `row_access` picks
 the eight-wide forms: one 128-bit access (two for fp32) where every row begins at a 16-byte boundary, else
 element by element, where elements from `count` on are read as 0 and not written.
+
+`fetch_access` lets a thread start what it reads later, and go on: four names for inside a kernel,
+
+    words = slots()                         the block's shared memory, four words for eight 16-bit numbers
+    fetch8(words, k, a, i)                  starts words[k : k + 4] = a[i : i + 8]
+    await_fetches()                         waits for those of this thread; nobody else may read its words
+    read8(dst, at, words, k, a, i, count)   dst[at : at + 8] = those as fp32
+
+or, where memory cannot copy by itself, the same names without the copy: `read8` reads a[i : i + 8] then.
 """
 
 import functools
@@ -25,7 +32,7 @@ from numba import float32
 from nbtrain.device.backend import backend, cuda
 
 load, store = backend.load, backend.store
-round8, read8, unpack8 = backend.round8, backend.read8, backend.unpack8
+round8 = backend.round8
 exp2, log2, rcp, rsqrt = backend.exp2, backend.log2, backend.rcp, backend.rsqrt
 
 
@@ -47,6 +54,40 @@ def _store8_ragged(dst, i, src, at, count):
 def row_access(aligned: bool):
     """(load8, store8) for rows that are `aligned` (see `nbtrain.device.aligned`) or not."""
     return (backend.load8, backend.store8) if aligned else (_load8_ragged, _store8_ragged)
+
+
+@functools.cache
+def fetch_access(ahead: bool, aligned: bool, words: int):
+    """(slots, fetch8, await_fetches, read8). ahead: `words` of shared memory are there, rows are `aligned`
+    and 16-bit, and the device copies by itself (see `nbtrain.device.shared_memory_of`). words 0: as many as
+    the kernel's shared_bytes hold."""
+    if ahead:
+        unpack8 = backend.unpack8
+
+        @backend.device_function
+        def read_fetched(dst, at, words, k, a, i, count):
+            unpack8(dst, at, words, k, a)
+
+        return backend.shared_words(words), backend.fetch8, backend.await_fetches, read_fetched
+    load8, _ = row_access(aligned)
+
+    @backend.device_function
+    def no_slots():
+        return 0
+
+    @backend.device_function
+    def fetch_later(words, k, a, i):
+        pass
+
+    @backend.device_function
+    def await_nothing():
+        pass
+
+    @backend.device_function
+    def read_now(dst, at, words, k, a, i, count):
+        load8(dst, at, a, i, count)
+
+    return no_slots, fetch_later, await_nothing, read_now
 
 
 def _sum(a, b):

@@ -29,6 +29,7 @@ from nbtrain.device import (
     exp2,
     expect,
     expect_ids,
+    fetch_access,
     float32,
     is_recording,
     kernel,
@@ -39,13 +40,11 @@ from nbtrain.device import (
     on_gpu,
     prange,
     rcp,
-    read8,
     row_access,
     same_memory,
+    shared_memory_of,
     tuned,
     twin,
-    uint32,
-    unpack8,
 )
 from nbtrain.device.cpu import exp, fill, larger, routine, scratch, span, task_count
 from nbtrain.errors import InvalidValue
@@ -56,9 +55,8 @@ LOG2E, LN2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 # multiply-add of MASKED * LOG2E - MASKED2 is 0; the rounding of any other number this large is a power that
 # overflows.
 MASKED = np.float32(-(2.0**126))
-LOADS = 4  # eights in flight a thread
+LOADS = 4  # reads of 16 bytes in flight a thread
 RESIDENT = 1024  # threads on a multiprocessor, which leaves each 64 registers
-KEPT = 3  # eights of a 16-bit row that a thread keeps, packed, from the first pass to the second
 MASKED2 = np.float32(MASKED * LOG2E)
 HINT = "Flatten (B, T, V) with logits.reshape(-1, V)."
 
@@ -72,22 +70,17 @@ def _row_shape(V: int) -> tuple[int, int]:
     return min(tuned("cross_entropy")[0], -(-eights // 32) * 32), eights
 
 
-def _padded(V: int, vocab_size: int) -> bool:
-    return vocab_size < 8 * -(-V // 8)
-
-
 def _row_functions(V: int, vocab_size: int, aligned: bool):
-    """What both kernels do to eight logits of a row of V: read, differentiate, write."""
-    load8, store8 = row_access(aligned)
-    PADDED = _padded(V, vocab_size)
+    """What both kernels do to eight logits of a row of V: hide padding, differentiate and write."""
+    _, store8 = row_access(aligned)
+    PADDED = vocab_size < 8 * -(-V // 8)
 
     @device_function
-    def read(a, at, logits, base, c):
-        load8(a, at, logits, base + c, V - c)
+    def mask(a, c):
         if PADDED and c + 8 > vocab_size:
             for j in range(8):
                 if c + j >= vocab_size:
-                    a[at + j] = MASKED
+                    a[j] = MASKED
 
     @device_function
     def write_gradient(a, at, dlogits, base, c, log2_norm, scale, d, target):
@@ -99,28 +92,26 @@ def _row_functions(V: int, vocab_size: int, aligned: bool):
             a[at + j] = g
         store8(dlogits, base + c, a, at, V - c)
 
-    return read, write_gradient
+    return mask, write_gradient
 
 
 @functools.cache
-def _forward_kernel(V: int, vocab_size: int, aligned: bool, packed: bool):
-    """A block a row. With `with_gradient` it reads the row again, backwards, since its end is still in the
-    caches, and writes dlogits over it. The row's beginning stays in registers, two numbers in each
-    (`packed`): what is read a second time is at the limit of the L2 cache. One kernel for both, so that both
-    give the same losses bit for bit.
+def _forward_kernel(V: int, vocab_size: int, loads: int, aligned: bool, ahead: bool):
+    """A block a row, a thread `loads` eights at a time. With `with_gradient` it reads the row again and
+    writes dlogits over it: one kernel for both, so that both give the same losses bit for bit.
+
+    `ahead`, the row is fetched to shared memory, all of it at once, and both passes read it there: every
+    number crosses the bus once in each direction. Elsewhere the second pass goes backwards, since the row's
+    end is still in the caches.
 
     Powers are of two, relative to the row's rounded maximum of logit * log2(e): a fused multiply-add rounds
     logit * log2(e) - maximum once, so large logits lose nothing.
     """
     T, EIGHTS = _row_shape(V)
-    U = LOADS if aligned else 1
-    W, WHOLE = 8 * U, vocab_size // 8
-    # Where no eight may hold padding the compiler unrolls more, and has no registers for it.
-    KEEP = packed and aligned and WHOLE >= KEPT * T and _padded(V, vocab_size)
-    K = KEPT if KEEP else 0
-    WORDS = 4 * max(K, 1)
-    load8, store8 = row_access(aligned)
-    read, write_gradient = _row_functions(V, vocab_size, aligned)
+    U, W, WHOLE = loads, 8 * loads, vocab_size // 8
+    _, store8 = row_access(aligned)
+    slots, fetch8, await_fetches, read8 = fetch_access(ahead, aligned, 0)
+    mask, write_gradient = _row_functions(V, vocab_size, aligned)
     row_max, row_sum = block_max(T), block_sum(T)
 
     @device_function
@@ -130,14 +121,13 @@ def _forward_kernel(V: int, vocab_size: int, aligned: bool, packed: bool):
             max(max(a[at + 4], a[at + 5]), max(a[at + 6], a[at + 7])),
         )
 
-    @kernel(launch_bounds=(T, RESIDENT // T if T >= 512 else 4))
+    @kernel(launch_bounds=(T, _resident(T)), shared_bytes=_shared_bytes(V) if ahead else 0)
     def cross_entropy_forward(logits, targets, dloss, losses, lse, ignore_index, with_gradient):
         n, lane = cuda.blockIdx.x, cuda.threadIdx.x
         base = n * V
         target = targets[n]
         counted = target != ignore_index and target >= 0 and target < vocab_size
         a = cuda.local.array(W, float32)
-        kept = cuda.local.array(WORDS, uint32)
         if with_gradient and not counted:  # the same for the whole block
             for j in range(8):
                 a[j] = ZERO
@@ -148,20 +138,20 @@ def _forward_kernel(V: int, vocab_size: int, aligned: bool, packed: bool):
             if lane == 0:
                 losses[n] = ZERO
         else:
+            words = slots()
+            e = lane
+            while e < EIGHTS:
+                fetch8(words, 4 * e, logits, base + e * 8)
+                e += T
+            at_target = ZERO
+            if counted and lane == 0:  # before anybody writes the row
+                at_target = load(logits, base + target)
+            await_fetches()
             top, s = MASKED2, ZERO
-            for r in range(K):
-                read8(kept, 4 * r, logits, base + (lane + r * T) * 8)
-            for r in range(K):
-                unpack8(a, 0, kept, 4 * r, logits)
-                before = top
-                top = max(top, max8(a, 0) * LOG2E)
-                s *= exp2(before - top)
-                for k in range(8):
-                    s += exp2(a[k] * LOG2E - top)
-            e = lane + K * T
+            e = lane
             while e < WHOLE - (U - 1) * T:
                 for u in range(U):
-                    load8(a, u * 8, logits, base + (e + u * T) * 8, 8)
+                    read8(a, u * 8, words, 4 * (e + u * T), logits, base + (e + u * T) * 8, 8)
                 before = top
                 for u in range(U):
                     top = max(top, max8(a, u * 8) * LOG2E)
@@ -170,7 +160,8 @@ def _forward_kernel(V: int, vocab_size: int, aligned: bool, packed: bool):
                     s += exp2(a[k] * LOG2E - top)
                 e += U * T
             while e < EIGHTS:
-                read(a, 0, logits, base, e * 8)
+                read8(a, 0, words, 4 * e, logits, base + e * 8, V - e * 8)
+                mask(a, e * 8)
                 before = top
                 top = max(top, max8(a, 0) * LOG2E)
                 s *= exp2(before - top)
@@ -183,41 +174,63 @@ def _forward_kernel(V: int, vocab_size: int, aligned: bool, packed: bool):
                 log2_sum = log2(s)
                 loss = ZERO
                 if counted:
-                    loss = LN2 * (log2_sum - (load(logits, base + target) * LOG2E - row_top))
+                    loss = LN2 * (log2_sum - (at_target * LOG2E - row_top))
                 losses[n] = loss
                 if not with_gradient:
                     lse[n] = LN2 * (row_top + log2_sum)
             if with_gradient:
                 d = dloss[0]
                 scale = d * rcp(s)
-                cuda.syncthreads()  # the target's logit has been read
                 e -= T
-                while e >= WHOLE - U * T and e >= K * T:  # what may hold padding, one eight at a time
-                    read(a, 0, logits, base, e * 8)
+                while e >= WHOLE - U * T and e >= 0:  # what may hold padding, one eight at a time
+                    read8(a, 0, words, 4 * e, logits, base + e * 8, V - e * 8)
+                    mask(a, e * 8)
                     write_gradient(a, 0, logits, base, e * 8, row_top, scale, d, target)
                     e -= T
-                while e >= (K + U - 1) * T:
+                while e >= (U - 1) * T:
                     for u in range(U):
-                        load8(a, u * 8, logits, base + (e - u * T) * 8, 8)
+                        read8(a, u * 8, words, 4 * (e - u * T), logits, base + (e - u * T) * 8, 8)
                     for u in range(U):
                         write_gradient(a, u * 8, logits, base, (e - u * T) * 8, row_top, scale, d, target)
                     e -= U * T
-                while e >= K * T:
-                    load8(a, 0, logits, base + e * 8, 8)
+                while e >= 0:
+                    read8(a, 0, words, 4 * e, logits, base + e * 8, 8)
                     write_gradient(a, 0, logits, base, e * 8, row_top, scale, d, target)
                     e -= T
-                for r in range(K):
-                    unpack8(a, 0, kept, 4 * r, logits)
-                    write_gradient(a, 0, logits, base, (lane + r * T) * 8, row_top, scale, d, target)
 
     return cross_entropy_forward, T
+
+
+def _resident(T: int) -> int:
+    """Blocks on a multiprocessor."""
+    return RESIDENT // T if T >= 512 else 4
+
+
+def _shared_bytes(V: int) -> int:
+    return 16 * _row_shape(V)[1]
+
+
+def _forward(logits, targets, dloss, losses, lse, vocab_size, ignore_index, with_gradient):
+    (N, V), (T, EIGHTS) = logits.shape, _row_shape(logits.shape[1])
+    whole = aligned(V, logits)
+    ahead = (
+        whole
+        and logits.dtype.itemsize == 2
+        and EIGHTS >= 2 * T  # a shorter row is still in the first cache
+        and _resident(T) * (_shared_bytes(V) + 2048) <= shared_memory_of(logits)  # 2 KB: CUDA's and the sums'
+    )
+    loads = max(1, LOADS * 2 // logits.dtype.itemsize) if whole else 1
+    forward, T = _forward_kernel(V, vocab_size, loads, whole, ahead)
+    numbers = np.int32(ignore_index), np.int32(with_gradient)
+    launch(forward, N, T, logits, targets, dloss, losses, lse, *numbers)
 
 
 @functools.cache
 def _backward_kernel(V: int, vocab_size: int, aligned: bool):
     """A block a row."""
     T, EIGHTS = _row_shape(V)
-    read, write_gradient = _row_functions(V, vocab_size, aligned)
+    load8, _ = row_access(aligned)
+    mask, write_gradient = _row_functions(V, vocab_size, aligned)
 
     @kernel(launch_bounds=T)
     def cross_entropy_backward(dlosses, logits, targets, lse, dlogits, ignore_index):
@@ -232,7 +245,8 @@ def _backward_kernel(V: int, vocab_size: int, aligned: bool):
         e = cuda.threadIdx.x
         while e < EIGHTS:
             if counted:
-                read(a, 0, logits, base, e * 8)
+                load8(a, 0, logits, base + e * 8, V - e * 8)
+                mask(a, e * 8)
             else:
                 for j in range(8):
                     a[j] = MASKED
@@ -370,9 +384,8 @@ def cross_entropy_forward(
     losses, lse = (xp.empty(N, np.float32), xp.empty(N, np.float32)) if out is None else out
     expect("cross_entropy's out", "losses (N,) fp32, lse (N,) fp32, targets (N,) int32", losses, lse, targets)
     if on_gpu(logits):
-        forward, T = _forward_kernel(V, vocab_size, aligned(V, logits), logits.dtype.itemsize == 2)
         no_dloss = xp.empty(1, np.float32)
-        launch(forward, N, T, logits, targets, no_dloss, losses, lse, np.int32(ignore_index), np.int32(0))
+        _forward(logits, targets, no_dloss, losses, lse, vocab_size, ignore_index, with_gradient=False)
     else:
         rows = scratch(task_count(N, 1 + 16384 // V), vocab_size)
         _forward_cpu(logits, targets, vocab_size, ignore_index, losses, lse, rows)
@@ -397,9 +410,8 @@ def cross_entropy_forward_backward(
     )
     vocab_size = _check_targets(targets, V, vocab_size, ignore_index)
     if on_gpu(logits):
-        forward, T = _forward_kernel(V, vocab_size, aligned(V, logits), logits.dtype.itemsize == 2)
         no_lse = dloss
-        launch(forward, N, T, logits, targets, dloss, losses, no_lse, np.int32(ignore_index), np.int32(1))
+        _forward(logits, targets, dloss, losses, no_lse, vocab_size, ignore_index, with_gradient=True)
     else:
         _forward_backward_cpu(logits, targets, dloss, vocab_size, ignore_index, losses)
     return losses

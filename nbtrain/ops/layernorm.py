@@ -24,7 +24,9 @@ from nbtrain.device import (
     block_sum,
     block_sums,
     cuda,
+    device_function,
     expect,
+    fetch_access,
     float32,
     kernel,
     launch,
@@ -34,6 +36,7 @@ from nbtrain.device import (
     row_access,
     row_shape,
     rsqrt,
+    shared_memory_of,
     tuned,
     twin,
 )
@@ -46,6 +49,7 @@ BACKWARD_CHANNELS = 12_000  # a row of fp32 sums in the 48 KB of shared memory t
 BACKWARD_VECTORS = 1  # eights of a row that a thread of the backward kernel holds, at most, where T allows it
 # Its threads on a multiprocessor, which leaves each 64 registers; ragged rows need more.
 BACKWARD_RESIDENT = 960
+AHEAD_RESIDENT = 512  # of those that read ahead, each with 128 registers, most of them sums
 
 # ----------------------------------------------------------------------------
 # GPU kernels
@@ -108,81 +112,133 @@ def _forward_kernel(C: int, aligned: bool, with_residual: bool):
     return layernorm_forward, T, R
 
 
+def _backward_shape(C: int, ahead: bool) -> tuple[int, int, int]:
+    """(threads a row, rows a block, eights of a row that a thread takes)"""
+    name, vectors = ("layernorm_backward_ahead", 3) if ahead else ("layernorm_backward", BACKWARD_VECTORS)
+    T, R = row_shape(name, C, vectors=vectors)
+    return T, R, -(-C // (8 * T))
+
+
+def _backward_bytes(C: int) -> int:
+    """Shared memory of a block that reads ahead: two rows of three arrays for each row of threads."""
+    T, R, V = _backward_shape(C, True)
+    return 2 * 3 * 16 * T * R * V
+
+
 @functools.cache
-def _backward_kernel(C: int, aligned: bool, with_dresidual: bool, with_sum: bool):
+def _backward_kernel(C: int, aligned: bool, with_dresidual: bool, with_sum: bool, ahead: bool):
     """A persistent grid: block b takes rows b, b + grid, … in groups, so the sums over rows have one fixed
     order.
+
+    `ahead`, the next row arrives in shared memory while this one is worked on, and both passes read it there:
+    registers then hold sums alone, and a warp a whole row of them. Elsewhere a row stays in registers from
+    one pass to the other.
 
     partial[0, b], partial[1, b] and `with_sum` partial[2, b] are the block's share of dweight, dbias and
     dx_sum.
     """
-    T, R = row_shape("layernorm_backward", C, vectors=BACKWARD_VECTORS)
-    V = -(-C // (8 * T))
+    T, R, V = _backward_shape(C, ahead)
     W, WHOLE, INV_C = 8 * V, C == 8 * T * V, np.float32(1 / C)
+    KEPT = 8 if ahead else W
     load8, store8 = row_access(aligned)
+    STAGE = 4 * T * R * V  # words of one array's group of rows
+    slots, fetch8, await_fetches, read8 = fetch_access(ahead, aligned, 0)
     row_sums = block_sums(T, R)
+    resident = AHEAD_RESIDENT if ahead else BACKWARD_RESIDENT if aligned else BACKWARD_RESIDENT * 2 // 3
 
-    resident = BACKWARD_RESIDENT if aligned else BACKWARD_RESIDENT * 2 // 3
+    @device_function
+    def slot(which, stage, v):
+        return (which * 2 + stage) * STAGE + ((v * R + cuda.threadIdx.y) * T + cuda.threadIdx.x) * 4
 
-    @kernel(launch_bounds=(T * R, max(1, resident // (T * R))))
+    @device_function
+    def fetch(words, stage, dy, x, dresidual, n, N):
+        for v in range(V):
+            c = (v * T + cuda.threadIdx.x) * 8
+            if n < N and (WHOLE or c < C):
+                fetch8(words, slot(0, stage, v), dy, n * C + c)
+                fetch8(words, slot(1, stage, v), x, n * C + c)
+                if with_dresidual:
+                    fetch8(words, slot(2, stage, v), dresidual, n * C + c)
+
+    @device_function
+    def normalized(g, h, at, words, stage, v, dy, x, i, count, mu, r):
+        """g = dy, h = (x - mean) * rstd"""
+        read8(g, at, words, slot(0, stage, v), dy, i, count)
+        read8(h, at, words, slot(1, stage, v), x, i, count)
+        for j in range(8):
+            h[at + j] = (h[at + j] - mu) * r
+
+    @kernel(
+        launch_bounds=(T * R, max(1, resident // (T * R))), shared_bytes=_backward_bytes(C) if ahead else 0
+    )
     def layernorm_backward(dy, x, weight, mean, rstd, dresidual, dx, partial, N):
         lane, y = cuda.threadIdx.x, cuda.threadIdx.y
         buf = cuda.shared.array((R, C), float32)
         dw = cuda.local.array(W, float32)
         db = cuda.local.array(W, float32)
         ds = cuda.local.array(W, float32)
-        h = cuda.local.array(W, float32)
-        g = cuda.local.array(W, float32)
+        h = cuda.local.array(KEPT, float32)
+        g = cuda.local.array(KEPT, float32)
         t = cuda.local.array(8, float32)
         for k in range(W):
             dw[k] = ZERO
             db[k] = ZERO
             ds[k] = ZERO
-        n0 = cuda.blockIdx.x * R
+        n0, step, stage = cuda.blockIdx.x * R, cuda.gridDim.x * R, 0
+        next_mu, next_r = ZERO, ZERO
+        if n0 + y < N:
+            next_mu = mean[n0 + y]
+            next_r = rstd[n0 + y]
+        words = slots()
+        fetch(words, 0, dy, x, dresidual, n0 + y, N)
         while n0 < N:  # the same for the whole block: row_sums holds barriers
             n = n0 + y
             live = n < N
-            mu, r = ZERO, ZERO
-            if live:
-                mu = mean[n]
-                r = rstd[n]
+            mu, r = next_mu, next_r
+            if n + step < N:
+                next_mu = mean[n + step]
+                next_r = rstd[n + step]
+            await_fetches()
+            fetch(words, 1 - stage, dy, x, dresidual, n + step, N)
             s1, s2 = ZERO, ZERO
             for v in range(V):
-                c = (v * T + lane) * 8
+                c, at = (v * T + lane) * 8, 0 if ahead else v * 8
                 for j in range(8):
-                    g[v * 8 + j] = ZERO
-                    h[v * 8 + j] = mu
+                    g[at + j] = ZERO
+                    h[at + j] = ZERO
                 if live and (WHOLE or c < C):
-                    load8(g, v * 8, dy, n * C + c, C - c)
-                    load8(h, v * 8, x, n * C + c, C - c)
+                    normalized(g, h, at, words, stage, v, dy, x, n * C + c, C - c, mu, r)
                     load8(t, 0, weight, c, C - c)
                     for j in range(8):
-                        k = v * 8 + j
-                        xhat = (h[k] - mu) * r
-                        h[k] = xhat
-                        db[k] += g[k]
-                        dw[k] += g[k] * xhat
+                        k = at + j
+                        db[v * 8 + j] += g[k]
+                        dw[v * 8 + j] += g[k] * h[k]
                         g[k] *= t[j]
                         s1 += g[k]
-                        s2 += g[k] * xhat
+                        s2 += g[k] * h[k]
             s1, s2 = row_sums(s1, s2)
             s1 *= INV_C
             s2 *= INV_C
             if live:
                 for v in range(V):
-                    c = (v * T + lane) * 8
+                    c, at = (v * T + lane) * 8, 0 if ahead else v * 8
                     if WHOLE or c < C:
+                        if ahead:
+                            normalized(g, h, at, words, stage, v, dy, x, n * C + c, C - c, mu, r)
+                            load8(t, 0, weight, c, C - c)
+                            for j in range(8):
+                                g[at + j] *= t[j]
                         for j in range(8):
                             t[j] = ZERO
                         if with_dresidual:
-                            load8(t, 0, dresidual, n * C + c, C - c)
+                            read8(t, 0, words, slot(2, stage, v), dresidual, n * C + c, C - c)
                         for j in range(8):
-                            k = v * 8 + j
-                            t[j] += (g[k] - s1 - h[k] * s2) * r
+                            t[j] += (g[at + j] - s1 - h[at + j] * s2) * r
                             if with_sum:
-                                ds[k] += t[j]
+                                ds[v * 8 + j] += t[j]
                         store8(dx, n * C + c, t, 0, C - c)
-            n0 += cuda.gridDim.x * R
+            n0 += step
+            stage = 1 - stage
         for which in range(3 if with_sum else 2):
             cuda.syncthreads()  # buf is read by the pass before
             for v in range(V):
@@ -201,6 +257,16 @@ def _backward_kernel(C: int, aligned: bool, with_dresidual: bool, with_sum: bool
                 c += T * R
 
     return layernorm_backward, T, R
+
+
+def _reads_ahead(x, *others) -> bool:
+    """Whether the backward kernel does, for 16-bit rows: where all blocks find their shared memory."""
+    C = x.shape[1]
+    T, R, _ = _backward_shape(C, True)
+    blocks = max(1, AHEAD_RESIDENT // (T * R))
+    shared = _backward_bytes(C) + 4 * R * C + 2048  # 2 KB: CUDA's and the sums'
+    fits = blocks * shared <= shared_memory_of(x)
+    return fits and x.dtype.itemsize == 2 and aligned(C, x, *others)
 
 
 # ----------------------------------------------------------------------------
@@ -358,10 +424,13 @@ def layernorm_backward(dy, x, weight, mean, rstd, *, dresidual=None, dx_sum=None
                 f"shared memory holds; got C = {C}. Use a smaller n_embd."
             )
         sums = [dweight, dbias] if dx_sum is None else [dweight, dbias, dx_sum]
+        arrays = dy, x, weight, dresidual, dx
+        ahead = _reads_ahead(x, dy, weight, dresidual, dx)
         backward, T, R = _backward_kernel(
-            C, aligned(C, dy, x, weight, dresidual, dx), dresidual is not None, dx_sum is not None
+            C, aligned(C, *arrays), dresidual is not None, dx_sum is not None, ahead
         )
-        blocks = min(tuned("layernorm_backward")[1], -(-N // R))
+        most = tuned("layernorm_backward_ahead" if ahead else "layernorm_backward")[1]
+        blocks = min(most, -(-N // R))
         partial = xp.empty(len(sums) * blocks * C, np.float32)
         other = dy if dresidual is None else dresidual
         launch(backward, blocks, (T, R), dy, x, weight, mean, rstd, other, dx, partial, N)

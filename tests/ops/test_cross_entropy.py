@@ -2,12 +2,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from nbtrain.device import SIMULATED, tuned
+from nbtrain.device import SIMULATED, TARGET, recording, tuned
 from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.ops import cross_entropy as op
 from nbtrain.ops.cross_entropy import (
-    KEPT,
-    LOADS,
     cross_entropy_backward,
     cross_entropy_forward,
     cross_entropy_forward_backward,
@@ -20,12 +18,11 @@ DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 THREADS, _ = tuned("cross_entropy")
 WIDE = 16 * THREADS * (2 if SIMULATED else 1)  # a block reads groups of two eights a thread
 # (N, V, vocab_size): around one eight, ragged and padded rows, rows with and without a tail behind the
-# groups, padded ones that keep their beginning in registers, alone and before groups
+# groups
 SHAPES = [
     (1, 1, 1), (3, 7, 7), (2, 8, 8), (5, 9, 9), (4, 16, 9), (3, 24, 8), (3, 65, 65),
     (2, WIDE, WIDE), (2, WIDE + 8, WIDE + 1), (2, WIDE - 1, WIDE - 2),
-    (2, 8 * KEPT * THREADS + 8, 8 * KEPT * THREADS + 3),
-    (2, 8 * (KEPT + LOADS) * THREADS + 64, 8 * (KEPT + LOADS) * THREADS + 61),
+    (2, 5 * WIDE + 8, 5 * WIDE + 5),
 ]  # fmt: skip
 GPT2_SHAPES = [
     (300, 50304, 50257),
@@ -85,6 +82,35 @@ def check(xp, dtype, N, V, vocab_size):
 @pytest.mark.parametrize("N,V,vocab_size", SHAPES)
 def test_losses_and_gradients_match_float64(xp, N, V, vocab_size, dtype):
     check(xp, dtype, N, V, vocab_size)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("N,V,vocab_size", [shape for shape in SHAPES if shape[1] >= WIDE])
+def test_rows_that_shared_memory_does_not_hold(xp, N, V, vocab_size, dtype, monkeypatch):
+    monkeypatch.setattr(op, "shared_memory_of", lambda x: 2 * (2 * V + 2048) - 1)
+    check(xp, dtype, N, V, vocab_size)
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator has one size of shared memory")
+@pytest.mark.skipif(TARGET == "hip", reason="AMD's memory does not copy by itself")
+@pytest.mark.parametrize(
+    "capability,V,dtype,ahead",
+    [
+        ((9, 0), 50304, np.float16, True),
+        ((9, 0), 50304, np.float32, False),
+        ((9, 0), 50257, np.float16, False),  # rows that do not begin at 16 bytes
+        ((8, 0), 50304, np.float16, False),
+        ((8, 0), 32768, np.float16, True),
+        (None, 50304, np.float16, False),
+    ],
+)
+def test_a_row_waits_in_shared_memory_where_two_blocks_fit(capability, V, dtype, ahead, monkeypatch):
+    asked = []
+    monkeypatch.setattr(op, "_forward_kernel", lambda *key: asked.append(key) or (None, THREADS))
+    with recording(capability):
+        logits, targets = np.empty((600, V), dtype), np.zeros(600, np.int32)
+        cross_entropy_forward_backward(logits, targets, np.ones(1, np.float32))
+    assert asked[0][-1] == ahead
 
 
 @pytest.mark.gpu

@@ -2,8 +2,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from nbtrain.device import SIMULATED, row_shape, tuned
+from nbtrain.device import SIMULATED, TARGET, recording, row_shape, tuned
 from nbtrain.errors import InvalidType, InvalidValue
+from nbtrain.ops import layernorm as op
 from nbtrain.ops.layernorm import BACKWARD_VECTORS, layernorm_backward, layernorm_forward
 from tests import reference
 from tests.helpers import assert_close, randn
@@ -12,7 +13,9 @@ DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 # Rows around one eight, one warp of eights and a block; more rows than the persistent grid holds at once.
 _, ROWS = row_shape("layernorm_backward", 16, vectors=BACKWARD_VECTORS)
 MANY = tuned("layernorm_backward")[1] * ROWS + 3
-SHAPES = [(1, 3), (3, 7), (2, 8), (2, 9), (3, 31), (2, 32), (2, 33), (3, 136), (MANY, 16)]
+_, AHEAD_ROWS = row_shape("layernorm_backward_ahead", 104, vectors=3)
+MANY_AHEAD = 3 * tuned("layernorm_backward_ahead")[1] * AHEAD_ROWS + 1
+SHAPES = [(MANY_AHEAD, 104), (1, 3), (3, 7), (2, 8), (2, 9), (3, 31), (2, 32), (2, 33), (3, 136), (MANY, 16)]
 GPT2_SHAPES = [(2048, 768), (300, 1600), (64, 8192), (5, 767)]
 
 
@@ -62,6 +65,35 @@ def layernorm_vjp(dy, x, weight, eps=1e-5):
 @pytest.mark.parametrize("N,C", SHAPES)
 def test_forward_and_backward_match_float64(xp, N, C, dtype):
     check_forward_and_backward(xp, dtype, N, C)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("N,C", [shape for shape in SHAPES if shape[1] % 8 == 0])
+def test_rows_that_shared_memory_does_not_hold(xp, N, C, dtype, monkeypatch):
+    monkeypatch.setattr(op, "shared_memory_of", lambda x: 0)
+    check_forward_and_backward(xp, dtype, N, C)
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator has one size of shared memory")
+@pytest.mark.skipif(TARGET == "hip", reason="AMD's memory does not copy by itself")
+@pytest.mark.parametrize(
+    "capability,C,dtype,ahead",
+    [
+        ((9, 0), 768, np.float16, True),
+        ((9, 0), 12000, np.float16, True),
+        ((9, 0), 768, np.float32, False),
+        ((9, 0), 767, np.float16, False),
+        ((8, 0), 768, np.float16, False),
+        (None, 768, np.float16, False),
+    ],
+)
+def test_backward_reads_ahead_where_shared_memory_holds_two_rows(capability, C, dtype, ahead, monkeypatch):
+    asked = []
+    monkeypatch.setattr(op, "_backward_kernel", lambda *key: asked.append(key) or (None, 1, 1))
+    with recording(capability):
+        x, weight, mean = np.empty((600, C), dtype), np.empty(C, dtype), np.empty(600, np.float32)
+        layernorm_backward(x, x, weight, mean, mean)
+    assert asked[0][-1] == ahead
 
 
 @pytest.mark.gpu

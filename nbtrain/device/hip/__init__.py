@@ -19,19 +19,16 @@ from nbtrain.device.hip.vector import (  # noqa: E402
     load8,
     log2,
     rcp,
-    read8,
     round8,
     rsqrt,
     store,
     store8,
-    unpack8,
 )
 from nbtrain.device.packed import make_launch  # noqa: E402
 
 __all__ = [
     "architecture", "block_reduce", "block_sums", "compile_binary", "compile_for", "cuda", "device_function",
-    "exp2", "kernel", "launch", "load", "load8", "log2", "rcp", "read8", "round8", "rsqrt", "store", "store8",
-    "unpack8",
+    "exp2", "kernel", "launch", "load", "load8", "log2", "rcp", "round8", "rsqrt", "store", "store8",
 ]  # fmt: skip
 
 cuda = numba.hip

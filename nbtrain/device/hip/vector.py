@@ -149,37 +149,6 @@ def round8(typing, dst, at, like):
     return types.void(dst, at, like), codegen
 
 
-@intrinsic
-def read8(typing, words, at, src, i):
-    """words[at : at + 4] = src[i : i + 8], 16-bit storage in 16-byte alignment, as packed uint32."""
-
-    def codegen(context, builder, signature, args):
-        source = element_pointer(context, builder, signature.args[2], args[2], signature.args[3], args[3])
-        target = element_pointer(context, builder, signature.args[0], args[0], signature.args[1], args[1])
-        _store_local(builder, target, _load_words(builder, source))
-        return context.get_dummy_value()
-
-    return types.void(words, at, src, i), codegen
-
-
-@intrinsic
-def unpack8(typing, dst, at, words, k, like):
-    """dst[at : at + 8] = the numbers, in the storage of `like`, that read8 left in words[k : k + 4]."""
-    storage_of(like)
-
-    def codegen(context, builder, signature, args):
-        storage = signature.args[4].dtype
-        if storage != types.float32:  # two of which no word holds: a kernel that packs nothing
-            target = element_pointer(context, builder, signature.args[0], args[0], signature.args[1], args[1])
-            source = element_pointer(context, builder, signature.args[2], args[2], signature.args[3], args[3])
-            words = _load_local(builder, source, 4)
-            values = [value for word in words for value in _unpack(builder, storage, word)]
-            _store_local(builder, target, values)
-        return context.get_dummy_value()
-
-    return types.void(dst, at, words, k, like), codegen
-
-
 # ----------------------------------------------------------------------------
 # One element
 

@@ -6,16 +6,18 @@ from numba import cuda, types
 
 from nbtrain.device.nvidia import vector
 from nbtrain.device.nvidia.vector import (
+    await_fetches,
     block_reduce,
     block_sums,
     exp2,
+    fetch8,
     load,
     load8,
     log2,
     rcp,
-    read8,
     round8,
     rsqrt,
+    shared_words,
     store,
     store8,
     unpack8,
@@ -23,9 +25,9 @@ from nbtrain.device.nvidia.vector import (
 from nbtrain.device.packed import make_launch
 
 __all__ = [
-    "architecture", "block_reduce", "block_sums", "compile_binary", "compile_for", "cuda", "device_function",
-    "exp2", "kernel", "launch", "load", "load8", "log2", "rcp", "read8", "round8", "rsqrt", "store", "store8",
-    "unpack8",
+    "architecture", "await_fetches", "block_reduce", "block_sums", "compile_binary", "compile_for", "cuda",
+    "device_function", "exp2", "fetch8", "kernel", "launch", "load", "load8", "log2", "rcp", "round8",
+    "rsqrt", "shared_words", "store", "store8", "unpack8",
 ]  # fmt: skip
 
 device_function = cuda.jit(device=True, fastmath=True)

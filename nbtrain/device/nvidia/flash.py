@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nbtrain.device.arrays import aligned, array_module, bfloat16, expect
+from nbtrain.device.capability import capability_of
 from nbtrain.device.fused_attention import HEAD_DIMS as HEAD_DIMS
 from nbtrain.device.fused_attention import row_groups, stats_shape, sums_shape, supported
 from nbtrain.device.launching import launch
@@ -24,7 +25,6 @@ from nbtrain.device.nvidia import kernel
 from nbtrain.device.nvidia.flash_backward import dkv_body, dq_body
 from nbtrain.device.nvidia.flash_forward import forward_body, tall_body
 from nbtrain.device.nvidia.ptx import Tiles
-from nbtrain.device.place import capability_of
 from nbtrain.device.reduce import sum_rows
 from nbtrain.errors import InvalidValue
 

@@ -11,7 +11,7 @@ from numba.cuda.extending import intrinsic
 
 I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 V4 = ir.VectorType(I32, 4)
-GLOBAL = 1  # LLVM's address space
+GLOBAL, SHARED = 1, 3  # LLVM's address spaces
 compiling_for = (9, 0)  # compute capability; `compile_for` sets it
 
 
@@ -63,15 +63,25 @@ def _pack(builder, storage, low, high):
 # 128-bit accesses
 
 
+def _global_pointer(builder, pointer):
+    return builder.addrspacecast(builder.bitcast(pointer, V4.as_pointer()), V4.as_pointer(GLOBAL))
+
+
 def _load_words(builder, pointer):
-    pointer = builder.addrspacecast(builder.bitcast(pointer, V4.as_pointer()), V4.as_pointer(GLOBAL))
+    return _get_words(builder, _global_pointer(builder, pointer))
+
+
+def _store_words(builder, pointer, words):
+    _put_words(builder, _global_pointer(builder, pointer), words)
+
+
+def _get_words(builder, pointer):
     value = builder.load(pointer)
     value.align = 16
     return [builder.extract_element(value, ir.Constant(I32, k)) for k in range(4)]
 
 
-def _store_words(builder, pointer, words):
-    pointer = builder.addrspacecast(builder.bitcast(pointer, V4.as_pointer()), V4.as_pointer(GLOBAL))
+def _put_words(builder, pointer, words):
     value = ir.Constant(V4, ir.Undefined)
     for k, word in enumerate(words):
         value = builder.insert_element(value, word, ir.Constant(I32, k))
@@ -147,33 +157,84 @@ def round8(typing, dst, at, like):
     return types.void(dst, at, like), codegen
 
 
+# ----------------------------------------------------------------------------
+# From global to shared memory, past the registers: the copy runs while the thread goes on
+
+
+def shared_words(n: int):
+    """A device function: `n` uint32 of the block's shared memory at a multiple of 16 bytes; 0: all that come
+    with the launch. (numba's shared.array cannot be returned from a device function.)"""
+    kind = types.Array(types.uint32, 1, "C")
+
+    @intrinsic
+    def slots(typing):
+        def codegen(context, builder, signature, args):
+            memory = ir.GlobalVariable(
+                builder.module, ir.ArrayType(I32, n), builder.module.get_unique_name("slots"), SHARED
+            )
+            memory.align = 16
+            if n:
+                memory.linkage, memory.initializer = "internal", ir.Constant(memory.value_type, ir.Undefined)
+            else:
+                memory.linkage = "external"
+            array = context.make_array(kind)(context, builder)
+            array.data = builder.addrspacecast(
+                builder.bitcast(memory, I32.as_pointer(SHARED)), I32.as_pointer()
+            )
+            return array._getvalue()
+
+        return kind(), codegen
+
+    return slots
+
+
+def _shared_pointer(builder, pointer):
+    return builder.addrspacecast(builder.bitcast(pointer, V4.as_pointer()), V4.as_pointer(SHARED))
+
+
 @intrinsic
-def read8(typing, words, at, src, i):
-    """src[i : i + 8], 16-bit storage in 16-byte alignment, as four packed uint32 words in words[at : at +
-    4]."""
+def fetch8(typing, words, k, src, i):
+    storage_of(src)
 
     def codegen(context, builder, signature, args):
-        source = element_pointer(context, builder, signature.args[2], args[2], signature.args[3], args[3])
         target = element_pointer(context, builder, signature.args[0], args[0], signature.args[1], args[1])
-        _store_local(builder, target, _load_words(builder, source))
+        source = element_pointer(context, builder, signature.args[2], args[2], signature.args[3], args[3])
+        target = _shared_pointer(builder, target)
+        if compiling_for >= (8, 0):
+            source = builder.addrspacecast(source, source.type.pointee.as_pointer(GLOBAL))
+            text = "cp.async.cg.shared.global [$0], [$1], 16;"
+            kind = ir.FunctionType(ir.VoidType(), [I32, I64])
+            copy = ir.InlineAsm(kind, text, "r,l,~{memory}", side_effect=True)
+            builder.call(copy, [builder.ptrtoint(target, I32), builder.ptrtoint(source, I64)])
+        else:
+            _put_words(builder, target, _load_words(builder, source))
         return context.get_dummy_value()
 
-    return types.void(words, at, src, i), codegen
+    return types.void(words, k, src, i), codegen
+
+
+@intrinsic
+def await_fetches(typing):
+    def codegen(context, builder, signature, args):
+        if compiling_for >= (8, 0):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(ir.InlineAsm(kind, "cp.async.wait_all;", "~{memory}", side_effect=True), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
 
 
 @intrinsic
 def unpack8(typing, dst, at, words, k, like):
-    """dst[at : at + 8] = the numbers, in the storage of `like`, that read8 left in words[k : k + 4]."""
+    """dst[at : at + 8] = the numbers, in the storage of `like`, that fetch8 left in words[k : k + 4]."""
     storage_of(like)
 
     def codegen(context, builder, signature, args):
         storage = signature.args[4].dtype
-        if storage != types.float32:  # two of which no word holds: a kernel that packs nothing
-            target = element_pointer(context, builder, signature.args[0], args[0], signature.args[1], args[1])
-            source = element_pointer(context, builder, signature.args[2], args[2], signature.args[3], args[3])
-            words = _load_local(builder, source, 4)
-            values = [value for word in words for value in _unpack(builder, storage, word)]
-            _store_local(builder, target, values)
+        target = element_pointer(context, builder, signature.args[0], args[0], signature.args[1], args[1])
+        source = element_pointer(context, builder, signature.args[2], args[2], signature.args[3], args[3])
+        words = _get_words(builder, _shared_pointer(builder, source))
+        _store_local(builder, target, [value for word in words for value in _unpack(builder, storage, word)])
         return context.get_dummy_value()
 
     return types.void(dst, at, words, k, like), codegen

@@ -1,0 +1,41 @@
+"""What the GPU that an array is on can do, beyond what every GPU can."""
+
+import functools
+
+from nbtrain.device.backend import SIMULATED, TARGET
+from nbtrain.device.launching import is_recording, recorded_capability
+from nbtrain.device.outline import Outline
+from nbtrain.device.place import device_of
+
+
+@functools.cache
+def compute_capability(device: str) -> tuple[int, int] | None:
+    """(9, 0) on a Hopper GPU; None on the CPU and on AMD."""
+    if not device.startswith("cuda"):
+        return None
+    import cupy
+
+    text = cupy.cuda.Device(int(device.partition(":")[2])).compute_capability
+    return int(text[:-1]), int(text[-1])
+
+
+def capability_of(x) -> tuple[int, int] | None:
+    """The compute capability of the NVIDIA GPU that an array or an outline is on; None elsewhere."""
+    if is_recording():
+        return recorded_capability()
+    return x.card.capability if isinstance(x, Outline) else compute_capability(device_of(x))
+
+
+# Of a multiprocessor, by compute capability (CUDA C++ Programming Guide, "Technical Specifications per
+# Compute Capability").
+_SHARED_KB = {
+    (8, 0): 164, (8, 6): 100, (8, 7): 164, (8, 9): 100, (9, 0): 228, (10, 0): 228, (10, 3): 228, (12, 0): 100,
+}  # fmt: skip
+
+
+def shared_memory_of(x) -> int:
+    """Bytes of shared memory that a multiprocessor of x's GPU has, where memory can copy to it by itself
+    (`fetch_access`), else 0. A block takes 1 KB beside its own."""
+    if SIMULATED:
+        return 1 << 30
+    return _SHARED_KB.get(capability_of(x) or (0, 0), 0) << 10 if TARGET != "hip" else 0
