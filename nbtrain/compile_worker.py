@@ -11,7 +11,7 @@ from nbtrain.train import walk
 def main() -> None:
     order = json.loads(sys.stdin.readline())
     config, train = from_dict(GPTConfig, order["config"]), from_dict(TrainConfig, order["train"])
-    what = (order[name] for name in ("dtype", "shape", "capability", "workspace"))
+    what = (order[name] for name in ("dtype", "shape", "in_place", "capability", "workspace"))
     serve(walk(config, train, *what), order["architecture"])
 
 

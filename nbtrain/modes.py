@@ -110,7 +110,7 @@ class CapturedStep:
             def warm_up():
                 """A step without a target, which updates nothing. Before it gradients with targets alone:
                 products are measured on numbers, since zeros take less power."""
-                self._step._gradients(params, state, buffers)
+                self._step._gradients(params, state, buffers, in_place=True)
                 targets = buffers.targets.copy()
                 targets.fill(IGNORE_INDEX)
                 self._step._run(params, state, buffers._replace(targets=targets), out)

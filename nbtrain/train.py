@@ -247,15 +247,17 @@ class TrainStep:
     def _scaling(self, params) -> LossScaling:
         return LossScaling.of(self.config.loss_scale, params.dtype, self.config.growth_interval)
 
-    def _gradients(self, params, state, batch):
-        """(gradients over all micro-batches, flat; losses (A,); batch_check's counts; the loss scale)."""
+    def _gradients(self, params, state, batch, in_place: bool):
+        """(gradients over all micro-batches, flat; losses (A,); batch_check's counts; the loss scale).
+
+        in_place: whether the update behind them will be, for which the first call has kernels compiled."""
         xp, scaling = array_module(params.buffer), self._scaling(params)
         scale = state.loss_scale.value if scaling.dynamic else xp.full(1, scaling.initial, np.float32)
         A, B, _ = batch.tokens.shape
         memory = params.layout, params.dtype, device_of(params.buffer)
         if memory != self._memory:
             _check_master(params, state)
-            self._compile_ahead(params, batch.tokens.shape)
+            self._compile_ahead(params, batch.tokens.shape, in_place)
             decay = to_device(params.layout.decay_flags(), device_of(params.buffer))
             # Together, so that a step without enough memory leaves nothing half made.
             self._grads, self._sums, self._decay, self._memory = params.like(), None, decay, memory
@@ -279,7 +281,7 @@ class TrainStep:
                 cast_and_scale(grads.buffer, 1.0, out=sums.buffer, accumulate=a > 0)
         return (grads if sums is None else sums).buffer, losses, counts, scale
 
-    def _compile_ahead(self, params, shape) -> None:
+    def _compile_ahead(self, params, shape, in_place) -> None:
         """Has the kernels of a GPU's first step compiled in several processes: for a model that another
         process can make."""
         if self.model is None or device_of(params.buffer) in ("cpu", "plan"):
@@ -287,6 +289,7 @@ class TrainStep:
         what = {
             "dtype": dtype_name(params.dtype),
             "shape": shape,
+            "in_place": in_place,
             "capability": capability_of(params.buffer),
             "workspace": WORKSPACE if room()[0] == "cublaslt" else 0,
         }
@@ -300,7 +303,9 @@ class TrainStep:
 
     def _run(self, params, state, batch, out):
         cfg = self.config
-        grads, losses, counts, scale = self._gradients(params, state, batch)
+        new_params, master, m, v = out
+        in_place = master is state.master
+        grads, losses, counts, scale = self._gradients(params, state, batch, in_place)
         norm = global_norm(grads)
         hyper, values, counts, step, updates, new_scale, good_steps = control(
             norm, sum_losses(losses), counts, state.step, state.updates, scale, state.loss_scale.good_steps,
@@ -308,7 +313,6 @@ class TrainStep:
             growth_interval=self._scaling(params).growth_interval,
             limits=state.limits,
         )  # fmt: skip
-        new_params, master, m, v = out
         adamw(
             grads, state.master.buffer, state.m.buffer, state.v.buffer, params.buffer, self._decay,
             hyper, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay,
@@ -418,11 +422,18 @@ def outline_of_batch(shape, card: Card) -> Batch:
     return Batch(*(card.empty(shape, np.int32) for shape in ((A, B, T), (A, B, T), (A, B * T))))
 
 
-def walk(config: GPTConfig, train: TrainConfig, dtype: str, shape, capability, workspace: int) -> Card:
-    """A card on which such a step was walked through: it knows the kernels."""
+def walk(
+    config: GPTConfig, train: TrainConfig, dtype: str, shape, in_place: bool, capability, workspace: int
+) -> Card:
+    """A card on which such a step, with an update in place or not, was walked through: it knows the
+    kernels."""
     with planning(Card(capability and tuple(capability), workspace)) as card:
         card.launches = {}
-        make_train_step(config, train)(*outlines(config, dtype, shape, card))
+        step, (params, state, batch) = make_train_step(config, train), outlines(config, dtype, shape, card)
+        if in_place:
+            step._run(params, state, batch, (params, state.master, state.m, state.v))
+        else:
+            step(params, state, batch)
     return card
 
 

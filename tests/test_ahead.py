@@ -143,7 +143,7 @@ from nbtrain.train import walk
 ahead.cores = lambda: 2
 config = GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=97, dropout=0.1)
 train = TrainConfig(remat="full", betas=(0.8, 0.9))
-what = {"dtype": "bf16", "shape": (2, 2, 64), "capability": (9, 0), "workspace": 1 << 25}
+what = {"dtype": "bf16", "shape": (2, 2, 64), "in_place": True, "capability": (9, 0), "workspace": 1 << 25}
 order = {"config": dataclasses.asdict(config), "train": dataclasses.asdict(train), "architecture": "sm_90a"}
 card = walk(config, train, **what)
 print(ahead.compile_ahead(card, "sm_90a", "nbtrain.compile_worker", order | what), len(card.launches))

@@ -49,6 +49,7 @@ BACKWARD_CHANNELS = 12_000  # a row of fp32 sums in the 48 KB of shared memory t
 BACKWARD_VECTORS = 1  # eights of a row that a thread of the backward kernel holds, at most, where T allows it
 # Its threads on a multiprocessor, which leaves each 64 registers; ragged rows need more.
 BACKWARD_RESIDENT = 960
+AHEAD_VECTORS = 3
 AHEAD_RESIDENT = 512  # of those that read ahead, each with 128 registers, most of them sums
 
 # ----------------------------------------------------------------------------
@@ -114,7 +115,7 @@ def _forward_kernel(C: int, aligned: bool, with_residual: bool):
 
 def _backward_shape(C: int, ahead: bool) -> tuple[int, int, int]:
     """(threads a row, rows a block, eights of a row that a thread takes)"""
-    name, vectors = ("layernorm_backward_ahead", 3) if ahead else ("layernorm_backward", BACKWARD_VECTORS)
+    name, vectors = ("layernorm_backward_ahead", AHEAD_VECTORS) if ahead else ("layernorm_backward", BACKWARD_VECTORS)
     T, R = row_shape(name, C, vectors=vectors)
     return T, R, -(-C // (8 * T))
 
