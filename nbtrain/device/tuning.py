@@ -10,7 +10,6 @@ BLOCKS = {
     # op: (threads a block, blocks of a persistent grid; 0 where the grid follows the size)
     "layernorm_forward": (192, 0),
     "layernorm_backward": (192, 660),
-    "layernorm_backward_ahead": (128, 528),
     "sum_blocks": (512, 0),
     "linear_bias": (256, 0),
     "sum_rows": (256, 1056),

@@ -143,9 +143,9 @@ def _forward_kernel(V: int, vocab_size: int, loads: int, aligned: bool, ahead: b
             while e < EIGHTS:
                 fetch8(words, 4 * e, logits, base + e * 8)
                 e += T
-            at_target = ZERO
-            if counted and lane == 0:  # before anybody writes the row
-                at_target = load(logits, base + target)
+            # Before anybody writes the row; by every thread, for a value of one branch alone would be
+            # multiplied there, and rounded, and not in the fused multiply-add below.
+            at_target = load(logits, base + (target if counted else 0))
             await_fetches()
             top, s = MASKED2, ZERO
             e = lane

@@ -49,8 +49,7 @@ BACKWARD_CHANNELS = 12_000  # a row of fp32 sums in the 48 KB of shared memory t
 BACKWARD_VECTORS = 1  # eights of a row that a thread of the backward kernel holds, at most, where T allows it
 # Its threads on a multiprocessor, which leaves each 64 registers; ragged rows need more.
 BACKWARD_RESIDENT = 960
-AHEAD_VECTORS = 3
-AHEAD_RESIDENT = 512  # of those that read ahead, each with 128 registers, most of them sums
+OWN_SHARED_BYTES = 46 << 10  # a block's, of the 48 KB that every kernel may have
 
 # ----------------------------------------------------------------------------
 # GPU kernels
@@ -113,85 +112,64 @@ def _forward_kernel(C: int, aligned: bool, with_residual: bool):
     return layernorm_forward, T, R
 
 
-def _backward_shape(C: int, ahead: bool) -> tuple[int, int, int]:
+def _backward_shape(C: int) -> tuple[int, int, int]:
     """(threads a row, rows a block, eights of a row that a thread takes)"""
-    name, vectors = ("layernorm_backward_ahead", AHEAD_VECTORS) if ahead else ("layernorm_backward", BACKWARD_VECTORS)
-    T, R = row_shape(name, C, vectors=vectors)
+    T, R = row_shape("layernorm_backward", C, vectors=BACKWARD_VECTORS)
     return T, R, -(-C // (8 * T))
-
-
-def _backward_bytes(C: int) -> int:
-    """Shared memory of a block that reads ahead: two rows of three arrays for each row of threads."""
-    T, R, V = _backward_shape(C, True)
-    return 2 * 3 * 16 * T * R * V
 
 
 @functools.cache
 def _backward_kernel(C: int, aligned: bool, with_dresidual: bool, with_sum: bool, ahead: bool):
     """A persistent grid: block b takes rows b, b + grid, … in groups, so the sums over rows have one fixed
-    order.
-
-    `ahead`, the next row arrives in shared memory while this one is worked on, and both passes read it there:
-    registers then hold sums alone, and a warp a whole row of them. Elsewhere a row stays in registers from
-    one pass to the other.
+    order. `ahead`, the next group arrives in shared memory while this one waits for its sums.
 
     partial[0, b], partial[1, b] and `with_sum` partial[2, b] are the block's share of dweight, dbias and
     dx_sum.
     """
-    T, R, V = _backward_shape(C, ahead)
+    T, R, V = _backward_shape(C)
     W, WHOLE, INV_C = 8 * V, C == 8 * T * V, np.float32(1 / C)
-    KEPT = 8 if ahead else W
     load8, store8 = row_access(aligned)
-    STAGE = 4 * T * R * V  # words of one array's group of rows
-    slots, fetch8, await_fetches, read8 = fetch_access(ahead, aligned, 0)
+    WORDS = 4 * T * R * V  # of one array's group of rows
+    slots, fetch8, await_fetches, read8 = fetch_access(ahead, aligned, 3 * WORDS)
     row_sums = block_sums(T, R)
-    resident = AHEAD_RESIDENT if ahead else BACKWARD_RESIDENT if aligned else BACKWARD_RESIDENT * 2 // 3
+
+    resident = BACKWARD_RESIDENT if aligned else BACKWARD_RESIDENT * 2 // 3
 
     @device_function
-    def slot(which, stage, v):
-        return (which * 2 + stage) * STAGE + ((v * R + cuda.threadIdx.y) * T + cuda.threadIdx.x) * 4
+    def slot(which, v):
+        return which * WORDS + ((v * R + cuda.threadIdx.y) * T + cuda.threadIdx.x) * 4
 
     @device_function
-    def fetch(words, stage, dy, x, dresidual, n, N):
+    def fetch(words, which, a, n, N):
         for v in range(V):
             c = (v * T + cuda.threadIdx.x) * 8
             if n < N and (WHOLE or c < C):
-                fetch8(words, slot(0, stage, v), dy, n * C + c)
-                fetch8(words, slot(1, stage, v), x, n * C + c)
-                if with_dresidual:
-                    fetch8(words, slot(2, stage, v), dresidual, n * C + c)
+                fetch8(words, slot(which, v), a, n * C + c)
 
-    @device_function
-    def normalized(g, h, at, words, stage, v, dy, x, i, count, mu, r):
-        """g = dy, h = (x - mean) * rstd"""
-        read8(g, at, words, slot(0, stage, v), dy, i, count)
-        read8(h, at, words, slot(1, stage, v), x, i, count)
-        for j in range(8):
-            h[at + j] = (h[at + j] - mu) * r
-
-    @kernel(
-        launch_bounds=(T * R, max(1, resident // (T * R))), shared_bytes=_backward_bytes(C) if ahead else 0
-    )
+    @kernel(launch_bounds=(T * R, max(1, resident // (T * R))))
     def layernorm_backward(dy, x, weight, mean, rstd, dresidual, dx, partial, N):
         lane, y = cuda.threadIdx.x, cuda.threadIdx.y
         buf = cuda.shared.array((R, C), float32)
         dw = cuda.local.array(W, float32)
         db = cuda.local.array(W, float32)
         ds = cuda.local.array(W, float32)
-        h = cuda.local.array(KEPT, float32)
-        g = cuda.local.array(KEPT, float32)
+        h = cuda.local.array(W, float32)
+        g = cuda.local.array(W, float32)
         t = cuda.local.array(8, float32)
         for k in range(W):
             dw[k] = ZERO
             db[k] = ZERO
             ds[k] = ZERO
-        n0, step, stage = cuda.blockIdx.x * R, cuda.gridDim.x * R, 0
+        n0, step = cuda.blockIdx.x * R, cuda.gridDim.x * R
         next_mu, next_r = ZERO, ZERO
         if n0 + y < N:
             next_mu = mean[n0 + y]
             next_r = rstd[n0 + y]
         words = slots()
-        fetch(words, 0, dy, x, dresidual, n0 + y, N)
+        fetch(words, 0, dy, n0 + y, N)
+        fetch(words, 1, x, n0 + y, N)
+        if with_dresidual:
+            fetch(words, 2, dresidual, n0 + y, N)
         while n0 < N:  # the same for the whole block: row_sums holds barriers
             n = n0 + y
             live = n < N
@@ -200,46 +178,47 @@ def _backward_kernel(C: int, aligned: bool, with_dresidual: bool, with_sum: bool
                 next_mu = mean[n + step]
                 next_r = rstd[n + step]
             await_fetches()
-            fetch(words, 1 - stage, dy, x, dresidual, n + step, N)
             s1, s2 = ZERO, ZERO
             for v in range(V):
-                c, at = (v * T + lane) * 8, 0 if ahead else v * 8
+                c = (v * T + lane) * 8
                 for j in range(8):
-                    g[at + j] = ZERO
-                    h[at + j] = ZERO
+                    g[v * 8 + j] = ZERO
+                    h[v * 8 + j] = mu
                 if live and (WHOLE or c < C):
-                    normalized(g, h, at, words, stage, v, dy, x, n * C + c, C - c, mu, r)
+                    read8(g, v * 8, words, slot(0, v), dy, n * C + c, C - c)
+                    read8(h, v * 8, words, slot(1, v), x, n * C + c, C - c)
                     load8(t, 0, weight, c, C - c)
                     for j in range(8):
-                        k = at + j
-                        db[v * 8 + j] += g[k]
-                        dw[v * 8 + j] += g[k] * h[k]
+                        k = v * 8 + j
+                        xhat = (h[k] - mu) * r
+                        h[k] = xhat
+                        db[k] += g[k]
+                        dw[k] += g[k] * xhat
                         g[k] *= t[j]
                         s1 += g[k]
-                        s2 += g[k] * h[k]
+                        s2 += g[k] * xhat
+            fetch(words, 0, dy, n + step, N)
+            fetch(words, 1, x, n + step, N)
             s1, s2 = row_sums(s1, s2)
             s1 *= INV_C
             s2 *= INV_C
             if live:
                 for v in range(V):
-                    c, at = (v * T + lane) * 8, 0 if ahead else v * 8
+                    c = (v * T + lane) * 8
                     if WHOLE or c < C:
-                        if ahead:
-                            normalized(g, h, at, words, stage, v, dy, x, n * C + c, C - c, mu, r)
-                            load8(t, 0, weight, c, C - c)
-                            for j in range(8):
-                                g[at + j] *= t[j]
                         for j in range(8):
                             t[j] = ZERO
                         if with_dresidual:
-                            read8(t, 0, words, slot(2, stage, v), dresidual, n * C + c, C - c)
+                            read8(t, 0, words, slot(2, v), dresidual, n * C + c, C - c)
                         for j in range(8):
-                            t[j] += (g[at + j] - s1 - h[at + j] * s2) * r
+                            k = v * 8 + j
+                            t[j] += (g[k] - s1 - h[k] * s2) * r
                             if with_sum:
-                                ds[v * 8 + j] += t[j]
+                                ds[k] += t[j]
                         store8(dx, n * C + c, t, 0, C - c)
+            if with_dresidual:
+                fetch(words, 2, dresidual, n + step, N)
             n0 += step
-            stage = 1 - stage
         for which in range(3 if with_sum else 2):
             cuda.syncthreads()  # buf is read by the pass before
             for v in range(V):
@@ -263,10 +242,12 @@ def _backward_kernel(C: int, aligned: bool, with_dresidual: bool, with_sum: bool
 def _reads_ahead(x, *others) -> bool:
     """Whether the backward kernel does, for 16-bit rows: where all blocks find their shared memory."""
     C = x.shape[1]
-    T, R, _ = _backward_shape(C, True)
-    blocks = max(1, AHEAD_RESIDENT // (T * R))
-    shared = _backward_bytes(C) + 4 * R * C + 2048  # 2 KB: CUDA's and the sums'
-    fits = blocks * shared <= shared_memory_of(x)
+    T, R, V = _backward_shape(C)
+    own = 48 * T * R * V + 4 * R * C  # three arrays' eights of a group, and the sums at the end
+    blocks = max(1, BACKWARD_RESIDENT // (T * R))
+    fits = own <= OWN_SHARED_BYTES and blocks * (own + 2048) <= shared_memory_of(
+        x
+    )  # 2 KB: CUDA's, block_sums'
     return fits and x.dtype.itemsize == 2 and aligned(C, x, *others)
 
 
@@ -425,13 +406,11 @@ def layernorm_backward(dy, x, weight, mean, rstd, *, dresidual=None, dx_sum=None
                 f"shared memory holds; got C = {C}. Use a smaller n_embd."
             )
         sums = [dweight, dbias] if dx_sum is None else [dweight, dbias, dx_sum]
-        arrays = dy, x, weight, dresidual, dx
-        ahead = _reads_ahead(x, dy, weight, dresidual, dx)
         backward, T, R = _backward_kernel(
-            C, aligned(C, *arrays), dresidual is not None, dx_sum is not None, ahead
-        )
-        most = tuned("layernorm_backward_ahead" if ahead else "layernorm_backward")[1]
-        blocks = min(most, -(-N // R))
+            C, aligned(C, dy, x, weight, dresidual, dx), dresidual is not None, dx_sum is not None,
+            _reads_ahead(x, dy, weight, dresidual, dx),
+        )  # fmt: skip
+        blocks = min(tuned("layernorm_backward")[1], -(-N // R))
         partial = xp.empty(len(sums) * blocks * C, np.float32)
         other = dy if dresidual is None else dresidual
         launch(backward, blocks, (T, R), dy, x, weight, mean, rstd, other, dx, partial, N)

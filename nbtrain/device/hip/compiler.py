@@ -32,8 +32,10 @@ class Kernel:
         return f"<kernel {self.py_func.__name__}>"
 
 
-def kernel(*, launch_bounds=None, fastmath: bool = True):
-    """Decorates a kernel. `launch_bounds` is threads a block, or (threads, blocks on a multiprocessor)."""
+def kernel(*, launch_bounds=None, fastmath: bool = True, shared_bytes: int = 0):
+    """Decorates a kernel. `launch_bounds` is threads a block, or (threads, blocks on a multiprocessor).
+    `shared_bytes` of dynamic shared memory: numba-hip has none."""
+    assert not shared_bytes, "numba-hip has no dynamic shared memory"
     threads = launch_bounds[0] if isinstance(launch_bounds, tuple) else launch_bounds
     return lambda py_func: Kernel(py_func, threads or MOST_THREADS, fastmath)
 
