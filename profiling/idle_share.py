@@ -4,7 +4,8 @@
 
 The timeline is CUPTI's, through torch.profiler (PyTorch is needed for that alone). Idle is what no kernel,
 copy or fill covers between the first kernel of the second step and the last one of the last; the tracing's
-own cost is in it. `waits` counts the host's calls that wait for the device during these steps.
+own cost is in it. `waits` counts the host's calls that wait for the device during these steps. The table says
+what the kernels and copies are, those that come most often first, and how long nothing ran before them.
 """
 
 import argparse
@@ -41,6 +42,21 @@ def busy_us(spans) -> float:
         total += max(0.0, end - max(start, until))
         until = max(until, end)
     return total
+
+
+def kinds(spans, steps: int) -> list[dict]:
+    """Of each name: how many a step, us a step, and us a step in which nothing ran before them."""
+    found: dict[str, list[float]] = {}
+    until = spans[0][0]
+    for start, end, name in spans:
+        count, busy, idle = found.get(name, (0, 0.0, 0.0))
+        found[name] = [count + 1, busy + end - start, idle + max(0.0, start - until)]
+        until = max(until, end)
+    rows = [
+        dict(name=name[:80], n=count / steps, us=busy / steps, idle_us=idle / steps)
+        for name, (count, busy, idle) in found.items()
+    ]
+    return sorted(rows, key=lambda row: -row["n"])
 
 
 def main() -> None:
@@ -85,6 +101,10 @@ def main() -> None:
         waits=sum(call in WAITS for call in calls) - 1,  # the one at the end is ours
     )  # fmt: skip
     print(machine(), row, sep="\n")
+    row["kinds"] = kinds(spans, STEPS - 1)
+    print("| a step | us | idle before, us | what |\n| ---: | ---: | ---: | --- |")
+    for kind in row["kinds"]:
+        print(f"| {kind['n']:.0f} | {kind['us']:.0f} | {kind['idle_us']:.1f} | {kind['name']} |")
     print(f"idle {row['idle']:.2%} of {row['ms_a_step']:.2f} ms a step, {a_step} kernels and copies")
     print(write_results("idle_share", [row], args.out))
 
