@@ -75,7 +75,9 @@ class Plan:
     def speed(self) -> float:
         """An estimate of tokens/s, relative to a large batch without recomputation."""
         rows = self.B * self.T
-        again = FORWARD_SHARE * self.recomputed / self.config.n_layer + GELU_SHARE * (self.remat != "none")
+        again = FORWARD_SHARE * self.recomputed / self.config.n_layer
+        if self.device != "cpu" and self.remat != "none":
+            again += GELU_SHARE
         return rows / (rows + HALF_SPEED_ROWS) / (1 + again)
 
     def __str__(self) -> str:

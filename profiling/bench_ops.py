@@ -256,6 +256,7 @@ class TorchArrays:
 
 
 def torch_ms(work) -> float:
+    """Median ms of a call, six in the queue before the first begins: Python's own time is not counted."""
     import torch
 
     for _ in range(3):
@@ -264,6 +265,7 @@ def torch_ms(work) -> float:
     for _ in range(12):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
+        torch.cuda._sleep(40_000_000)  # cycles: some 20 ms, in which all of them are launched
         start.record()
         for _ in range(6):
             work()

@@ -225,6 +225,7 @@ def main():
     )
     parser.add_argument("--limit", type=float, default=240, help="seconds for one trainer")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--name", default="", help="of the results file; bench_step_PRESET by default")
     parser.add_argument("--child", default="")
     args = parser.parse_args()
     if args.child:
@@ -282,7 +283,7 @@ def main():
             f"{r['tokens_per_s']:,.0f} | {mfu} | {r['memory_mb']:,.0f} | "
             f"{r['loss_first']:.3f} -> {r['loss_last']:.3f} |"
         )
-    print(write_results(f"bench_step_{args.preset}", [ceilings, *rows], args.out))
+    print(write_results(args.name or f"bench_step_{args.preset}", [ceilings, *rows], args.out))
 
 
 if __name__ == "__main__":

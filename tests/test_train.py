@@ -533,6 +533,17 @@ def test_the_captured_step_gives_the_donated_bits_over_two_shapes(captured, dtyp
         assert same(a, b) and metrics.read() == other.read()
 
 
+def test_the_kernels_compiled_ahead_of_a_captured_step_update_in_place(captured, monkeypatch):
+    from nbtrain.train import TrainStep
+
+    asked = []
+    monkeypatch.setattr(
+        TrainStep, "_compile_ahead", lambda self, params, shape, in_place: asked.append(in_place)
+    )
+    captured(make_train_step(TINY))(*init(TINY, 0, "bf16", "cpu"), batch_of(TINY))
+    assert asked == [True]
+
+
 def test_a_snapshot_of_a_captured_run_can_be_gone_back_to(captured):
     step = captured(make_train_step(TINY, TrainConfig(lr=1e-2)))
     first, state0 = init(TINY, 0, "bf16", "cpu")

@@ -21,21 +21,23 @@ def compute_capability(device: str) -> tuple[int, int] | None:
 
 def capability_of(x) -> tuple[int, int] | None:
     """The compute capability of the NVIDIA GPU that an array or an outline is on; None elsewhere."""
-    if is_recording():
-        return recorded_capability()
-    return x.card.capability if isinstance(x, Outline) else compute_capability(device_of(x))
+    if isinstance(x, Outline):
+        return x.card.capability
+    return recorded_capability() if is_recording() else compute_capability(device_of(x))
 
 
 # Of a multiprocessor, by compute capability (CUDA C++ Programming Guide, "Technical Specifications per
-# Compute Capability").
+# Compute Capability"). A table, since a plan has no device to ask.
 _SHARED_KB = {
-    (8, 0): 164, (8, 6): 100, (8, 7): 164, (8, 9): 100, (9, 0): 228, (10, 0): 228, (10, 3): 228, (12, 0): 100,
+    (8, 0): 164, (8, 6): 100, (8, 7): 164, (8, 9): 100, (9, 0): 228, (10, 0): 228, (10, 3): 228,
+    (11, 0): 228, (12, 0): 100, (12, 1): 100,
 }  # fmt: skip
 
 
 def shared_memory_of(x) -> int:
     """Bytes of shared memory that a multiprocessor of x's GPU has, where memory can copy to it by itself
-    (`fetch_access`), else 0. A block takes 1 KB beside its own."""
+    (`fetch_access`), else 0; 0, too, for a GPU that is newer than this table. A block takes 1 KB beside its
+    own."""
     if SIMULATED:
         return 1 << 30
     return _SHARED_KB.get(capability_of(x) or (0, 0), 0) << 10 if TARGET != "hip" else 0

@@ -58,8 +58,8 @@ def recorded_capability() -> tuple[int, int] | None:
 def recording(capability: tuple[int, int] | None = None):
     """Collects launches instead of making them: a list of (kernel, arguments, grid, block).
 
-    Inside, launchers take NumPy arrays for arrays of a GPU, an NVIDIA one of this compute capability or any
-    other, and matrix products are skipped. For checks that compile every kernel on a machine without a GPU.
+    Inside, launchers take NumPy arrays for those of an NVIDIA GPU of this compute capability, or, for None,
+    of a GPU without one, and matrix products are skipped. For checks that compile every kernel without a GPU.
     """
     global _records, _recorded_capability
     before = _records, _recorded_capability

@@ -48,7 +48,7 @@ class _Prepared:
 
         self.function = function  # keeps the module alive
         self.shared_bytes = shared_bytes
-        if shared_bytes > 48 * 1024:  # more than every kernel may have must be asked for
+        if shared_bytes:  # beyond 48 KB, its static memory included, it must be asked for
             driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
         self.fields: list[tuple[int, str | None]] = []
         slots = 0

@@ -1,6 +1,8 @@
 """The same vocabulary in plain Python, for numba-cuda's simulator (NUMBA_ENABLE_CUDASIM=1): kernels run on
 NumPy arrays, slowly, on a machine without a GPU. See `nbtrain.device.vector` for what each name means."""
 
+import threading
+
 import numpy as np
 from numba import cuda, uint32
 
@@ -76,12 +78,18 @@ def shared_words(n: int):
     return slots
 
 
+_under_way = threading.local()
+
+
 def fetch8(words, k, src, i):
-    _flat(words)[k : k + 4] = np.ascontiguousarray(_flat(src)[i : i + 8]).view(np.uint32)
+    """The copy is made when it is awaited, as late as may be; until then the words are nan in any storage."""
+    _flat(words)[k : k + 4] = 0xFFFFFFFF
+    vars(_under_way).setdefault("copies", []).append((_flat(words)[k : k + 4], _flat(src)[i : i + 8]))
 
 
 def await_fetches():
-    pass
+    for words, source in vars(_under_way).pop("copies", ()):
+        words[:] = np.ascontiguousarray(source).view(np.uint32)
 
 
 def unpack8(dst, at, words, k, like):

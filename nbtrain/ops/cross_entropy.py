@@ -70,6 +70,15 @@ def _row_shape(V: int) -> tuple[int, int]:
     return min(tuned("cross_entropy")[0], -(-eights // 32) * 32), eights
 
 
+def _resident(T: int) -> int:
+    """Blocks on a multiprocessor."""
+    return RESIDENT // T if T >= 512 else 4
+
+
+def _shared_bytes(V: int) -> int:
+    return 16 * _row_shape(V)[1]
+
+
 def _row_functions(V: int, vocab_size: int, aligned: bool):
     """What both kernels do to eight logits of a row of V: hide padding, differentiate and write."""
     _, store8 = row_access(aligned)
@@ -143,8 +152,8 @@ def _forward_kernel(V: int, vocab_size: int, loads: int, aligned: bool, ahead: b
             while e < EIGHTS:
                 fetch8(words, 4 * e, logits, base + e * 8)
                 e += T
-            # Before anybody writes the row; by every thread, for a value of one branch alone would be
-            # multiplied there, and rounded, and not in the fused multiply-add below.
+            # Before the reductions, behind which the row is written. By every thread: if a branch alone
+            # loaded it, the compiler would multiply it there, round the product, and no longer fuse it below.
             at_target = load(logits, base + (target if counted else 0))
             await_fetches()
             top, s = MASKED2, ZERO
@@ -201,15 +210,6 @@ def _forward_kernel(V: int, vocab_size: int, loads: int, aligned: bool, ahead: b
     return cross_entropy_forward, T
 
 
-def _resident(T: int) -> int:
-    """Blocks on a multiprocessor."""
-    return RESIDENT // T if T >= 512 else 4
-
-
-def _shared_bytes(V: int) -> int:
-    return 16 * _row_shape(V)[1]
-
-
 def _forward(logits, targets, dloss, losses, lse, vocab_size, ignore_index, with_gradient):
     (N, V), (T, EIGHTS) = logits.shape, _row_shape(logits.shape[1])
     whole = aligned(V, logits)
@@ -219,8 +219,8 @@ def _forward(logits, targets, dloss, losses, lse, vocab_size, ignore_index, with
         and EIGHTS >= 2 * T  # a shorter row is still in the first cache
         and _resident(T) * (_shared_bytes(V) + 2048) <= shared_memory_of(logits)  # 2 KB: CUDA's and the sums'
     )
-    loads = max(1, LOADS * 2 // logits.dtype.itemsize) if whole else 1
-    forward, T = _forward_kernel(V, vocab_size, loads, whole, ahead)
+    loads = LOADS * 2 // logits.dtype.itemsize if whole else 1
+    forward, _ = _forward_kernel(V, vocab_size, loads, whole, ahead)
     numbers = np.int32(ignore_index), np.int32(with_gradient)
     launch(forward, N, T, logits, targets, dloss, losses, lse, *numbers)
 

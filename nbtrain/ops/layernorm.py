@@ -239,16 +239,14 @@ def _backward_kernel(C: int, aligned: bool, with_dresidual: bool, with_sum: bool
     return layernorm_backward, T, R
 
 
-def _reads_ahead(x, *others) -> bool:
+def _reads_ahead(x, aligned: bool) -> bool:
     """Whether the backward kernel does, for 16-bit rows: where all blocks find their shared memory."""
     C = x.shape[1]
     T, R, V = _backward_shape(C)
     own = 48 * T * R * V + 4 * R * C  # three arrays' eights of a group, and the sums at the end
-    blocks = max(1, BACKWARD_RESIDENT // (T * R))
-    fits = own <= OWN_SHARED_BYTES and blocks * (own + 2048) <= shared_memory_of(
-        x
-    )  # 2 KB: CUDA's, block_sums'
-    return fits and x.dtype.itemsize == 2 and aligned(C, x, *others)
+    blocks, besides = max(1, BACKWARD_RESIDENT // (T * R)), 2048  # CUDA's and block_sums' bytes
+    fits = own <= OWN_SHARED_BYTES and blocks * (own + besides) <= shared_memory_of(x)
+    return aligned and fits and x.dtype.itemsize == 2
 
 
 # ----------------------------------------------------------------------------
@@ -406,10 +404,10 @@ def layernorm_backward(dy, x, weight, mean, rstd, *, dresidual=None, dx_sum=None
                 f"shared memory holds; got C = {C}. Use a smaller n_embd."
             )
         sums = [dweight, dbias] if dx_sum is None else [dweight, dbias, dx_sum]
+        whole = aligned(C, dy, x, weight, dresidual, dx)
         backward, T, R = _backward_kernel(
-            C, aligned(C, dy, x, weight, dresidual, dx), dresidual is not None, dx_sum is not None,
-            _reads_ahead(x, dy, weight, dresidual, dx),
-        )  # fmt: skip
+            C, whole, dresidual is not None, dx_sum is not None, _reads_ahead(x, whole)
+        )
         blocks = min(tuned("layernorm_backward")[1], -(-N // R))
         partial = xp.empty(len(sums) * blocks * C, np.float32)
         other = dy if dresidual is None else dresidual

@@ -158,7 +158,8 @@ def round8(typing, dst, at, like):
 
 
 # ----------------------------------------------------------------------------
-# From global to shared memory, past the registers: the copy runs while the thread goes on
+# From global to shared memory, past the registers: the copy runs while the thread goes on. From compute
+# capability 8.0 on
 
 
 def shared_words(n: int):
@@ -166,7 +167,6 @@ def shared_words(n: int):
     with the launch. (numba's shared.array cannot be returned from a device function.)"""
     kind = types.Array(types.uint32, 1, "C")
 
-    @intrinsic
     def slots(typing):
         def codegen(context, builder, signature, args):
             memory = ir.GlobalVariable(
@@ -185,7 +185,8 @@ def shared_words(n: int):
 
         return kind(), codegen
 
-    return slots
+    slots.__name__ = f"slots_{n}"  # by which compiled kernels on disk are told apart
+    return intrinsic(slots)
 
 
 def _shared_pointer(builder, pointer):
@@ -199,15 +200,11 @@ def fetch8(typing, words, k, src, i):
     def codegen(context, builder, signature, args):
         target = element_pointer(context, builder, signature.args[0], args[0], signature.args[1], args[1])
         source = element_pointer(context, builder, signature.args[2], args[2], signature.args[3], args[3])
-        target = _shared_pointer(builder, target)
-        if compiling_for >= (8, 0):
-            source = builder.addrspacecast(source, source.type.pointee.as_pointer(GLOBAL))
-            text = "cp.async.cg.shared.global [$0], [$1], 16;"
-            kind = ir.FunctionType(ir.VoidType(), [I32, I64])
-            copy = ir.InlineAsm(kind, text, "r,l,~{memory}", side_effect=True)
-            builder.call(copy, [builder.ptrtoint(target, I32), builder.ptrtoint(source, I64)])
-        else:
-            _put_words(builder, target, _load_words(builder, source))
+        target, source = _shared_pointer(builder, target), _global_pointer(builder, source)
+        text = "cp.async.cg.shared.global [$0], [$1], 16;"
+        kind = ir.FunctionType(ir.VoidType(), [I32, I64])
+        copy = ir.InlineAsm(kind, text, "r,l,~{memory}", side_effect=True)
+        builder.call(copy, [builder.ptrtoint(target, I32), builder.ptrtoint(source, I64)])
         return context.get_dummy_value()
 
     return types.void(words, k, src, i), codegen
@@ -216,9 +213,8 @@ def fetch8(typing, words, k, src, i):
 @intrinsic
 def await_fetches(typing):
     def codegen(context, builder, signature, args):
-        if compiling_for >= (8, 0):
-            kind = ir.FunctionType(ir.VoidType(), [])
-            builder.call(ir.InlineAsm(kind, "cp.async.wait_all;", "~{memory}", side_effect=True), [])
+        kind = ir.FunctionType(ir.VoidType(), [])
+        builder.call(ir.InlineAsm(kind, "cp.async.wait_all;", "~{memory}", side_effect=True), [])
         return context.get_dummy_value()
 
     return types.void(), codegen
