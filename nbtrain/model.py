@@ -98,7 +98,7 @@ class GPT:
     Not for several threads at once: every call writes the same memory.
     """
 
-    def __init__(self, config: GPTConfig, remat: str = "light"):
+    def __init__(self, config: GPTConfig, remat: str = TrainConfig.remat):
         self.config = config
         self._keeps_gelu = remat == "none"
         self._device = ""

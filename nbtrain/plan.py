@@ -95,7 +95,7 @@ def plan(
     T: int | None = None,
     micro: int = 1,
     dtype: str = "auto",
-    remat: str = "light",
+    remat: str = TrainConfig.remat,
     mode: str = "auto",
     device: str = "auto",
     evaluate: bool = True,

@@ -51,6 +51,12 @@ def assemble(ptx: str, arch: str) -> dict:
     }
 
 
+def capability_of(arch: str) -> tuple[int, int]:
+    """(9, 0) of "90" and "90a"."""
+    digits = arch.rstrip("a")
+    return int(digits[:-1]), int(digits[-1])
+
+
 def calls(arch: str, only: str):
     """What there is to compile for `arch`: every operator's kernels, and those that only some architectures
     can run."""
@@ -58,8 +64,8 @@ def calls(arch: str, only: str):
     from tests.kernel_calls import record
     from tests.nvidia.flash_calls import record as record_flash
 
-    dtypes = DTYPES_BEFORE_AMPERE if int(arch.rstrip("a")) < 80 else tuple(FLOATS)
-    capability = int(arch.rstrip("a")) // 10, int(arch.rstrip("a")) % 10
+    capability = capability_of(arch)
+    dtypes = DTYPES_BEFORE_AMPERE if capability < (8, 0) else tuple(FLOATS)
     found = [] if arch.endswith("a") else record(only, dtypes, capability)
     return found + (record_flash(arch) if arch in ("80", "90a") and only in "flash" else [])
 
@@ -67,9 +73,7 @@ def calls(arch: str, only: str):
 def main(arch: str, only: str = "") -> int:
     from nbtrain.device.nvidia import compile_for
 
-    digits = arch.rstrip("a")
-    cc = int(digits[:-1]), int(digits[-1])
-    failures = 0
+    cc, failures = capability_of(arch), 0
     with ThreadPoolExecutor(2) as pool:  # ptxas runs beside the next kernel's compilation
         jobs = []
         for kernel, types, _, _ in calls(arch, only):

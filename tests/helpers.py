@@ -15,6 +15,16 @@ def randn(xp, dtype, *shapes, seed=0):
     return [xp.asarray(rng.standard_normal(s).astype(dtype)) for s in shapes]
 
 
+def forms_asked(monkeypatch, op, factory: str, shared_memory: int) -> list[bool]:
+    """Whether each kernel that the module `op` will ask its `factory` for reads ahead, on a GPU of so many
+    bytes of shared memory."""
+    asked: list[bool] = []
+    make = getattr(op, factory)
+    monkeypatch.setattr(op, factory, lambda *key: asked.append(key[-1]) or make(*key))
+    monkeypatch.setattr(op, "shared_memory_of", lambda x: shared_memory)
+    return asked
+
+
 def assert_close(got, want, dtype, *, name="y", scale=1.0, floor=1e-30):
     """Max error <= scale * 16 * eps(dtype), relative to max(|want|, rms(want), floor); a nan fails.
 

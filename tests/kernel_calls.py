@@ -209,7 +209,7 @@ CALLS = [
 
 def record(only: str = "", dtypes=tuple(FLOATS), capability=None):
     """Every distinct (kernel, numba argument types, grid, block) of `CALLS` whose names contain `only`, on an
-    NVIDIA GPU of this compute capability or on any other."""
+    NVIDIA GPU of this compute capability, or, for None, on a GPU without one."""
     from numba import typeof
 
     found = {}

@@ -484,7 +484,7 @@ def test_the_first_step_on_a_gpu_has_its_kernels_compiled_ahead(monkeypatch):
     assert card.workspace_bytes == order["workspace"] > 0
     assert order["shape"] == batch.tokens.shape and order["dtype"] == "bf16"
     assert order["train"]["remat"] == "full" and len(card.launches) > 0
-    assert not order["in_place"] and orders[0][0] is card
+    assert not order["in_place"]
     donate(make_train_step(TINY))(*init(TINY, 0, "bf16", "cpu"), batch)
     assert orders.pop()[-1]["in_place"]
     own = make_train_step(lambda *args, out, **options: out.buffer.fill(0) or np.zeros(1, np.float32))

@@ -63,7 +63,7 @@ def plan(
     Example: nbtrain plan --preset gpt2 --vram 8GB
     Example: nbtrain plan --preset gpt2-large --batch-size 8 --remat full
     """
-    from nbtrain.config import GPTConfig
+    from nbtrain.config import GPTConfig, TrainConfig
     from nbtrain.plan import fastest, fits, memory_here, parse_bytes
     from nbtrain.plan import plan as make_plan
     from nbtrain.run import describe
@@ -76,7 +76,7 @@ def plan(
     if card is None and batch_size is None:
         raise typer.BadParameter("give --vram, --batch-size or both: there is no GPU here to plan for.")
     if batch_size is not None:
-        shown = make_plan(config, B=batch_size, remat=remat or "light", **options)
+        shown = make_plan(config, B=batch_size, remat=remat or TrainConfig.remat, **options)
     print(describe(config))
     if card is None:
         print(f"{_how(shown, evaluate)}, B = {shown.B}, remat {shown.remat}:\n\n{shown}")

@@ -12,7 +12,7 @@ from nbtrain.ops.cross_entropy import (
     sum_losses,
 )
 from tests import reference
-from tests.helpers import EPS, assert_close, randn
+from tests.helpers import EPS, assert_close, forms_asked, randn
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 THREADS, _ = tuned("cross_entropy")
@@ -90,9 +90,7 @@ def test_losses_and_gradients_match_float64(xp, N, V, vocab_size, dtype):
 def test_rows_that_shared_memory_does_not_hold(xp, N, V, vocab_size, dtype, monkeypatch):
     if xp is np and not SIMULATED:
         pytest.skip("the CPU twin has one form")
-    asked, factory = [], op._forward_kernel
-    monkeypatch.setattr(op, "_forward_kernel", lambda *key: asked.append(key[-1]) or factory(*key))
-    monkeypatch.setattr(op, "shared_memory_of", lambda x: 2 * (2 * V + 2048) - 1)
+    asked = forms_asked(monkeypatch, op, "_forward_kernel", 2 * (2 * V + 2048) - 1)
     check(xp, dtype, N, V, vocab_size)
     assert asked and not any(asked)
 

@@ -7,7 +7,7 @@ from nbtrain.errors import InvalidType, InvalidValue
 from nbtrain.ops import layernorm as op
 from nbtrain.ops.layernorm import BACKWARD_VECTORS, layernorm_backward, layernorm_forward
 from tests import reference
-from tests.helpers import assert_close, randn
+from tests.helpers import assert_close, forms_asked, randn
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 # Rows around one eight, one warp of eights and a block; more rows than the persistent grid holds at once.
@@ -70,9 +70,7 @@ def test_forward_and_backward_match_float64(xp, N, C, dtype):
 def test_rows_that_shared_memory_does_not_hold(xp, N, C, dtype, monkeypatch):
     if xp is np and not SIMULATED:
         pytest.skip("the CPU twin has one form")
-    asked, factory = [], op._backward_kernel
-    monkeypatch.setattr(op, "_backward_kernel", lambda *key: asked.append(key[-1]) or factory(*key))
-    monkeypatch.setattr(op, "shared_memory_of", lambda x: 0)
+    asked = forms_asked(monkeypatch, op, "_backward_kernel", 0)
     check_forward_and_backward(xp, dtype, N, C)
     assert asked and not any(asked)
 

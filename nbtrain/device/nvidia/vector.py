@@ -63,25 +63,18 @@ def _pack(builder, storage, low, high):
 # 128-bit accesses
 
 
-def _global_pointer(builder, pointer):
-    return builder.addrspacecast(builder.bitcast(pointer, V4.as_pointer()), V4.as_pointer(GLOBAL))
+def _words_pointer(builder, pointer, space):
+    return builder.addrspacecast(builder.bitcast(pointer, V4.as_pointer()), V4.as_pointer(space))
 
 
-def _load_words(builder, pointer):
-    return _get_words(builder, _global_pointer(builder, pointer))
-
-
-def _store_words(builder, pointer, words):
-    _put_words(builder, _global_pointer(builder, pointer), words)
-
-
-def _get_words(builder, pointer):
-    value = builder.load(pointer)
+def _load_words(builder, pointer, space=GLOBAL):
+    value = builder.load(_words_pointer(builder, pointer, space))
     value.align = 16
     return [builder.extract_element(value, ir.Constant(I32, k)) for k in range(4)]
 
 
-def _put_words(builder, pointer, words):
+def _store_words(builder, pointer, words):
+    pointer = _words_pointer(builder, pointer, GLOBAL)
     value = ir.Constant(V4, ir.Undefined)
     for k, word in enumerate(words):
         value = builder.insert_element(value, word, ir.Constant(I32, k))
@@ -189,10 +182,6 @@ def shared_words(n: int):
     return intrinsic(slots)
 
 
-def _shared_pointer(builder, pointer):
-    return builder.addrspacecast(builder.bitcast(pointer, V4.as_pointer()), V4.as_pointer(SHARED))
-
-
 @intrinsic
 def fetch8(typing, words, k, src, i):
     storage_of(src)
@@ -200,7 +189,7 @@ def fetch8(typing, words, k, src, i):
     def codegen(context, builder, signature, args):
         target = element_pointer(context, builder, signature.args[0], args[0], signature.args[1], args[1])
         source = element_pointer(context, builder, signature.args[2], args[2], signature.args[3], args[3])
-        target, source = _shared_pointer(builder, target), _global_pointer(builder, source)
+        target, source = _words_pointer(builder, target, SHARED), _words_pointer(builder, source, GLOBAL)
         text = "cp.async.cg.shared.global [$0], [$1], 16;"
         kind = ir.FunctionType(ir.VoidType(), [I32, I64])
         copy = ir.InlineAsm(kind, text, "r,l,~{memory}", side_effect=True)
@@ -229,7 +218,7 @@ def unpack8(typing, dst, at, words, k, like):
         storage = signature.args[4].dtype
         target = element_pointer(context, builder, signature.args[0], args[0], signature.args[1], args[1])
         source = element_pointer(context, builder, signature.args[2], args[2], signature.args[3], args[3])
-        words = _get_words(builder, _shared_pointer(builder, source))
+        words = _load_words(builder, source, SHARED)
         _store_local(builder, target, [value for word in words for value in _unpack(builder, storage, word)])
         return context.get_dummy_value()
 
