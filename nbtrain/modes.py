@@ -2,7 +2,7 @@
 replays a graph besides."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,6 +43,43 @@ def donate(step: TrainStep) -> Callable:
     return donated
 
 
+class Numbers(NamedTuple):
+    """The few numbers that a captured step reads and writes, in one piece of memory that one copy moves."""
+
+    words: Any  # uint32; the others are views of it
+    values: Any  # Metrics' two
+    counts: Any
+    step: Any  # OptState's, from here on
+    updates: Any
+    loss_scale: Any
+    good_steps: Any
+    seed: Any
+    limits: Any
+
+    @classmethod
+    def empty(cls, xp) -> "Numbers":
+        ends = np.cumsum([size for size, _ in _NUMBERS])
+        words = xp.empty(int(ends[-1]), np.uint32)
+        return cls(
+            words, *(words[end - n : end].view(dtype) for end, (n, dtype) in zip(ends, _NUMBERS, strict=True))
+        )
+
+    @property
+    def scalars(self) -> tuple:
+        return self[3:]
+
+    def put_in(self, state: OptState) -> OptState:
+        step, updates, value, good_steps, seed, limits = self.scalars
+        scale = LossScale(value, good_steps)
+        return state._replace(step=step, updates=updates, loss_scale=scale, seed=seed, limits=limits)
+
+
+_NUMBERS = (  # how many, of what dtype, for each field behind `words`
+    (8, np.float32), (3, np.int32), (1, np.int32), (1, np.int32), (1, np.float32), (1, np.int32),
+    (2, np.uint32), (2, np.float32),
+)  # fmt: skip
+
+
 class CapturedStep:
     """`donate(step)` replayed from one graph a batch shape; `capture` makes it."""
 
@@ -50,7 +87,8 @@ class CapturedStep:
 
     def __init__(self, step: TrainStep):
         self._step = step
-        self._state: Any = None  # (params, opt_state), the memory that every graph reads and writes
+        self._state: Any = None  # (params, opt_state, Numbers), the memory that every graph reads and writes
+        self._last: Any = None  # the Numbers that the last call returned
         self._graphs: dict[tuple, tuple[Graph, Batch]] = {}
 
     def __call__(self, params: Tree, opt_state: OptState, batch: Batch) -> tuple[Tree, OptState, Metrics]:
@@ -61,41 +99,45 @@ class CapturedStep:
                 "capture needs a GPU; params are on the CPU. Use donate(step), which gives the same bits."
             )
         with use(device), enough_memory(*A_STEP):
+            xp = array_module(params.buffer)
             batch = self._step._place(params, batch)
             own = self._state
-            if own is None:  # the graphs' memory is the first trees'; their holder keeps the scalars
-                own = params, _with_scalars(opt_state, [x.copy() for x in _scalars(opt_state)])
+            if own is None:  # the graphs' memory is the first trees'
+                numbers = Numbers.empty(xp)
+                _copy(_scalars(opt_state), numbers.scalars)
+                own = params, numbers.put_in(opt_state), numbers
             else:
                 _check_alike(own, (params, opt_state))
-            graph, buffers = self._graph(own[0], own[1], batch)  # a failure here has consumed nothing
-            results = [array_module(x).empty_like(x) for x in (*graph.result, *_scalars(own[1]))]  # nor here
+            own_params, own_state, numbers = own
+            # A failure here has consumed nothing, nor one in the line behind.
+            graph, buffers = self._graph(own_params, own_state, numbers, batch)
+            result = Numbers.empty(xp)
             self._state = own
             self._take(params, opt_state)
-            for target, source in zip(buffers, batch, strict=True):
-                target[...] = source
+            _copy(batch, buffers)
             graph.launch()
-            for target, source in zip(results, (*graph.result, *_scalars(own[1])), strict=True):
-                target[...] = source
-            values, counts, *scalars = results
-            self._state = _renew(own[0], own[1], Tree.consume)
-            params, state = self._state
-            state = _with_scalars(state, scalars)
-        return params, state, Metrics(values, counts, batch)
+            result.words[...] = numbers.words
+            params, state = _renew(own_params, own_state, Tree.consume)
+            self._state, self._last = (params, state, numbers), result
+        return params, result.put_in(state), Metrics(result.values, result.counts, batch)
 
     def _take(self, params, state):
         """Copies what is given into the graphs' own memory; trees that came from elsewhere are consumed."""
-        own_params, own_state = self._state
+        own_params, own_state, numbers = self._state
         for own, given in zip(_trees(own_params, own_state), _trees(params, state), strict=True):
             if own is not given:
                 own.buffer[...] = given.buffer
-        for own, given in zip(_scalars(own_state), _scalars(state), strict=True):
-            own[...] = given
+        scalars = _scalars(state)
+        if self._last is not None and all(x is y for x, y in zip(scalars, self._last.scalars, strict=True)):
+            numbers.words[...] = self._last.words
+        else:
+            _copy(scalars, numbers.scalars)
         kept = [id(tree) for tree in _trees(own_params, own_state)]
         for given in {id(tree): tree for tree in _trees(params, state)}.values():
             if id(given) not in kept:
                 given.consume()
 
-    def _graph(self, params, state, batch):
+    def _graph(self, params, state, numbers, batch):
         shape = batch.tokens.shape
         if shape not in self._graphs:
             if len(self._graphs) == self.SHAPES_BEFORE_A_WORD:
@@ -116,13 +158,8 @@ class CapturedStep:
                 self._step._run(params, state, buffers._replace(targets=targets), out)
 
             def work():
-                _, new, metrics = self._step._run(params, state, buffers, out)
-                for target, source in zip(
-                    _scalars(state)[:4], _scalars(new)[:4], strict=True
-                ):  # all but the seed and the limits, which no step changes
-                    target[...] = source
-                values, counts, _ = metrics.on_device
-                return values, counts
+                # All but the seed and the limits, which no step changes.
+                self._step._run(params, state, buffers, out, numbers=numbers[1:7])
 
             self._graphs[shape] = Graph(warm_up, work), buffers
         return self._graphs[shape]
@@ -135,10 +172,9 @@ def _scalars(state: OptState) -> tuple:
     return state.step, state.updates, *state.loss_scale, state.seed, limits
 
 
-def _with_scalars(state: OptState, scalars) -> OptState:
-    step, updates, value, good_steps, seed, limits = scalars
-    scale = LossScale(value, good_steps)
-    return state._replace(step=step, updates=updates, loss_scale=scale, seed=seed, limits=limits)
+def _copy(sources, targets) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target[...] = source
 
 
 def _trees(params: Tree, state: OptState) -> tuple[Tree, ...]:
@@ -146,7 +182,7 @@ def _trees(params: Tree, state: OptState) -> tuple[Tree, ...]:
 
 
 def _check_alike(own, given) -> None:
-    for a, b in zip(_trees(*own), _trees(*given), strict=True):
+    for a, b in zip(_trees(*own[:2]), _trees(*given), strict=True):
         if a.layout != b.layout or a.dtype != b.dtype:
             raise InvalidValue(
                 f"this captured step holds {a}, and got {b}. Capture another step for another model or dtype."

@@ -268,15 +268,16 @@ class TrainStep:
             sums = self._sums
 
         counts, dloss = batch_check(batch.tokens, batch.targets, scale, vocab_size=self.vocab_size)
-        key = xp.empty(3, np.uint32)
-        key[:2] = state.seed
-        key[2:].view(np.int32)[:] = state.step
+        key = None
+        if self.model is None or self.model.dropout:
+            key = xp.empty(3, np.uint32)
+            key[:2] = state.seed
+            key[2:].view(np.int32)[:] = state.step
         losses = xp.empty(A, np.float32)
         for a in range(A):
             micro = Batch(batch.tokens[a], batch.targets[a], batch.order[a])
-            losses[a : a + 1] = self.loss_and_grads(
-                params, micro, loss_scale=dloss, rng=Rng(key, a * B), out=grads
-            )
+            rng = None if key is None else Rng(key, a * B)
+            losses[a : a + 1] = self.loss_and_grads(params, micro, loss_scale=dloss, rng=rng, out=grads)
             if sums is not None:
                 cast_and_scale(grads.buffer, 1.0, out=sums.buffer, accumulate=a > 0)
         return (grads if sums is None else sums).buffer, losses, counts, scale
@@ -301,7 +302,9 @@ class TrainStep:
         card = walk(self.model, self.config, **what)
         compile_ahead(card, order["architecture"], "nbtrain.compile_worker", order | what)
 
-    def _run(self, params, state, batch, out):
+    def _run(self, params, state, batch, out, numbers=None):
+        """numbers: where control writes what Metrics and the new state's scalars are, which may be the
+        state's."""
         cfg = self.config
         new_params, master, m, v = out
         in_place = master is state.master
@@ -312,6 +315,7 @@ class TrainStep:
             schedule=self.schedule, clip=cfg.clip, betas=cfg.betas,
             growth_interval=self._scaling(params).growth_interval,
             limits=state.limits,
+            out=None if numbers is None else (array_module(norm).empty(8, np.float32), *numbers),
         )  # fmt: skip
         adamw(
             grads, state.master.buffer, state.m.buffer, state.v.buffer, params.buffer, self._decay,

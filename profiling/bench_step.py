@@ -12,6 +12,7 @@ is the rise of the whole card over idle (NVML), the context included, measured a
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -43,7 +44,10 @@ class CardMemory:
         import pynvml
 
         pynvml.nvmlInit()
-        self._read = lambda: pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used
+        card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        by_index, by_uuid = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
+        handle = by_index(int(card)) if card.isdigit() else by_uuid(card)
+        self._read = lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used
         self.idle = self.peak = self._read()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)

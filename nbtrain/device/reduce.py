@@ -61,26 +61,30 @@ def block_rows_sum(X: int, Y: int):
 
 @functools.cache
 def _sum_blocks_kernel():
-    """A block takes a few columns; its rows of threads share the blocks."""
-    X, Y = column_block("sum_blocks")
+    """A block takes eight columns, a sector of memory; its rows of threads share the blocks. So little is
+    read that what counts is how many reads follow one another."""
+    threads, _ = tuned("sum_blocks")
+    X = min(8, threads // 2)
+    Y = threads // X
+    READS = 16  # under way at a time, a thread
 
     @backend.kernel(launch_bounds=X * Y)
     def sum_blocks(partial, blocks, C, out, second, third):
         buf = cuda.shared.array((Y, X), float32)
+        a = cuda.local.array(READS, float32)
         x, y = cuda.threadIdx.x, cuda.threadIdx.y
         c = cuda.blockIdx.x * X + x
         s = ZERO
         if c < C:
             first = cuda.blockIdx.y * blocks * C + c
             b = y
-            while b < blocks - 3 * Y:  # four reads under way at a time
-                s0, s1 = partial[first + b * C], partial[first + (b + Y) * C]
-                s2, s3 = partial[first + (b + 2 * Y) * C], partial[first + (b + 3 * Y) * C]
-                s += (s0 + s1) + (s2 + s3)
-                b += 4 * Y
             while b < blocks:
-                s += partial[first + b * C]
-                b += Y
+                for u in range(READS):
+                    a[u] = partial[first + min(b + u * Y, blocks - 1) * C]
+                for u in range(READS):
+                    if b + u * Y < blocks:
+                        s += a[u]
+                b += READS * Y
         buf[y, x] = s
         cuda.syncthreads()
         if y == 0 and c < C:

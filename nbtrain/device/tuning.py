@@ -10,7 +10,7 @@ BLOCKS = {
     # op: (threads a block, blocks of a persistent grid; 0 where the grid follows the size)
     "layernorm_forward": (192, 0),
     "layernorm_backward": (192, 660),
-    "sum_blocks": (512, 0),
+    "sum_blocks": (128, 0),
     "linear_bias": (256, 0),
     "sum_rows": (256, 1056),
     "gelu_forward": (384, 0),
@@ -23,7 +23,7 @@ BLOCKS = {
     "adamw": (256, 0),
     "cross_entropy": (512, 0),
     "sum_losses": (1024, 0),
-    "embedding_forward": (384, 0),
+    "embedding_forward": (96, 0),
     "embedding_backward": (256, 0),
     "batch_check": (256, 132),  # a power of two
     "embedding_decode": (192, 0),

@@ -31,7 +31,6 @@ from nbtrain.device import (
     row_shape,
     tuned,
     twin,
-    uint32,
 )
 from nbtrain.device.cpu import fill, span, task_count
 from nbtrain.errors import InvalidValue
@@ -45,28 +44,34 @@ SEGMENT = 32  # positions of `order` that one block adds up; the order of the su
 
 @functools.cache
 def _forward_kernel(C: int, aligned: bool):
-    """A row to a group of threads, eight channels at a time."""
+    """One position of ROWS sequences to a group of threads, eight channels a thread: the tokens' rows are on
+    their way together, and the position's is read once. blockIdx.z counts the chunks of a long row."""
     T, R = row_shape("embedding_forward", C, vectors=1)
+    ROWS = 4
+    W = 8 * ROWS
     load8, store8 = row_access(aligned)
 
     @kernel(launch_bounds=T * R)
-    def embedding_forward(tokens, wte, wpe, x, N, time, V):
-        n = cuda.blockIdx.x * R + cuda.threadIdx.y
-        a = cuda.local.array(8, float32)
-        b = cuda.local.array(8, float32)
-        if n < N:
-            token = min(max(tokens[n], 0), V - 1)
-            t = uint32(n) % uint32(time)  # 64 bits would take five times as long
-            c = cuda.threadIdx.x * 8
-            while c < C:
-                load8(a, 0, wte, token * C + c, C - c)
-                load8(b, 0, wpe, t * C + c, C - c)
+    def embedding_forward(tokens, wte, wpe, x, B, time, V):
+        rows = cuda.local.array(ROWS, int32)
+        a = cuda.local.array(W, float32)
+        position = cuda.local.array(8, float32)
+        t = cuda.blockIdx.x * R + cuda.threadIdx.y
+        b0 = cuda.blockIdx.y * ROWS
+        c = (cuda.blockIdx.z * T + cuda.threadIdx.x) * 8
+        if t < time and c < C:
+            for u in range(ROWS):
+                rows[u] = min(max(tokens[min(b0 + u, B - 1) * time + t], 0), V - 1)
+            load8(position, 0, wpe, t * C + c, C - c)
+            for u in range(ROWS):
+                load8(a, u * 8, wte, rows[u] * C + c, C - c)
+            for u in range(ROWS):
                 for j in range(8):
-                    a[j] += b[j]
-                store8(x, n * C + c, a, 0, C - c)
-                c += T * 8
+                    a[u * 8 + j] += position[j]
+                if b0 + u < B:
+                    store8(x, ((b0 + u) * time + t) * C + c, a, u * 8, C - c)
 
-    return embedding_forward, T, R
+    return embedding_forward, T, R, ROWS
 
 
 def _column_block(C: int) -> tuple[int, int]:
@@ -285,8 +290,9 @@ def embedding_forward(tokens, wte, wpe, *, out=None):
     x = array_module(wte).empty((B, T, C), wte.dtype) if out is None else out
     expect("embedding's out", "x (B, T, C), tokens (B, T) int32, wte (V, C)", x, tokens, wte)
     if on_gpu(wte):
-        forward, X, Y = _forward_kernel(C, aligned(C, wte, wpe, x))
-        launch(forward, -(-B * T // Y), (X, Y), tokens, wte, wpe, x, B * T, T, V)
+        forward, X, Y, rows = _forward_kernel(C, aligned(C, wte, wpe, x))
+        grid = -(-T // Y), -(-B // rows), -(-C // (8 * X))
+        launch(forward, grid, (X, Y), tokens, wte, wpe, x, B, T, V)
     else:
         _forward_cpu(tokens, wte, wpe, x)
     return x

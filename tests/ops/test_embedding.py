@@ -71,7 +71,8 @@ def test_forward_and_backward_match_float64(xp, B, T, V, P, C, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "B,T,V,P,C", [(8, 1024, 50304, 1024, 768), (2, 1000, 50257, 1024, 1600), (3, 65, 100, 70, 767)]
+    "B,T,V,P,C",
+    [(8, 1024, 50304, 1024, 768), (2, 1000, 50257, 1024, 1600), (3, 65, 100, 70, 767), (5, 7, 40, 9, 9000)],
 )
 def test_gpt2_sizes_match_float64(B, T, V, P, C, dtype):
     import cupy

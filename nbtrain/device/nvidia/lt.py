@@ -5,9 +5,12 @@ so cuBLASLt's A is our b and its m is our N. A plan holds descriptor, layouts an
 foreign call.
 
 The algorithm of a shape is the fastest of the library's first candidates on this device that gives the same
-bits twice; split sums stay in fp32. Choices are kept on disk, by device and library version, so that a run
-repeats its bits in the next process; `choices_made` and `take_choices` carry them to another machine of the
-same kind. A kept choice is taken only if the library offers it for that shape: nothing else is handed to it.
+bits twice; split sums stay in fp32. The library is asked with working memory and without: where a call brings
+some, many algorithms clear a counter there first, by which their blocks take turns, and that costs 5 us in a
+graph. So a choice is an algorithm and the bytes it gets.
+Choices are kept on disk, by device and library version, so that a run repeats its bits in the next process;
+`choices_made` and `take_choices` carry them to another machine of the same kind. A kept choice is taken only
+if the library offers it for that shape: nothing else is handed to it.
 """
 
 import contextlib
@@ -24,11 +27,15 @@ from nvmath.bindings import cublasLt as lt
 from nbtrain.device.arrays import bfloat16
 from nbtrain.device.blas import WORKSPACE
 from nbtrain.device.cpu import cache_folder
+from nbtrain.device.place import say_once
 from nbtrain.errors import InvalidValue, Unavailable
 from nbtrain.files import write_atomically
 
 CANDIDATES = 8  # 32 found nothing better
-ROUNDS, REPEATS = 6, 10  # timings of each candidate, the first one left out, and calls in each
+# Timed are all candidates, then for longer those within NEAR times the best. A card at its power limit ranks
+# them by their energy, and needs a tenth of a second to come to rest there.
+ROUGHLY_MS, NEAR, MS = 4.0, 1.1, 100.0
+SHORT_MS, SHORT_CALLS = 0.03, 20  # shorter products do not load the card: launching them takes as long
 
 _DATA = {np.dtype(np.float32): 0, np.dtype(np.float16): 2, bfloat16: 14}
 _COMPUTE = {"fp32": (68, 0), "fp16": (64, 2)}  # (compute type, type of alpha and beta)
@@ -96,9 +103,15 @@ class _Plan:
         return layout
 
     def _candidates(self, alignment):
+        offered = np.concatenate([self._offered(alignment, bytes_) for bytes_ in (WORKSPACE, 0)])
+        _, first = np.unique([self.text_of(candidate) for candidate in offered], return_index=True)
+        return offered[np.sort(first)]
+
+    def _offered(self, alignment, workspace):
+        """The library's first candidates that work in `workspace` bytes, its favourite first."""
         preference = lt.matmul_preference_create()
         prefer = functools.partial(_put, lt.matmul_preference_set_attribute, preference)
-        prefer(_PREFER_WORKSPACE, WORKSPACE, ctypes.c_uint64)
+        prefer(_PREFER_WORKSPACE, workspace, ctypes.c_uint64)
         prefer(_PREFER_REDUCTION, _REDUCE_IN_FP32, ctypes.c_uint32)
         for attribute in _PREFER_ALIGNMENT:
             prefer(attribute, alignment, ctypes.c_uint32)
@@ -106,17 +119,9 @@ class _Plan:
         a, b, out = self.layouts
         try:
             lt.matmul_algo_get_heuristic(
-                _handle(),
-                self.descriptor,
-                b,
-                a,
-                out,
-                out,
-                preference,
-                CANDIDATES,
-                results.ctypes.data,
-                count.ctypes.data,
-            )
+                _handle(), self.descriptor, b, a, out, out, preference,
+                CANDIDATES, results.ctypes.data, count.ctypes.data,
+            )  # fmt: skip
         finally:
             lt.matmul_preference_destroy(preference)
         return results[: count[0]][results[: count[0]]["status"] == 0]
@@ -126,14 +131,25 @@ class _Plan:
         lt.matmul_desc_set_attribute(self.descriptor, _BIAS_POINTER, self.word.ctypes.data, 8)
 
     def choose(self, i):
-        offered = self.candidates["algorithm"]
-        self.algorithm = np.array(offered[i] if len(offered) else np.zeros(8), np.uint64)
-        self.algorithm_at = self.algorithm.ctypes.data
+        self.chosen = self.candidates[i : i + 1].copy()
+        self.algorithm_at = self.chosen.ctypes.data  # a candidate's first field
+        self.workspace = int(self.chosen["workspace"].sum())
+
+    @property
+    def text(self) -> str:
+        """The chosen one."""
+        return self.text_of(self.chosen)
+
+    @staticmethod
+    def text_of(candidate) -> str:
+        """An algorithm, and its bytes of working memory, as hexadecimal text."""
+        return candidate["algorithm"].tobytes().hex() + candidate["workspace"].tobytes().hex()
 
     def take(self, text: str | None) -> bool:
-        """Whether `text`, hexadecimal, is one of the candidates; it is chosen then."""
-        for i, algorithm in enumerate(self.candidates["algorithm"]):
-            if algorithm.tobytes().hex() == text:
+        """Whether `text` is one of the candidates; it is chosen then. Without the bytes, as texts once were,
+        the algorithm gets those it asked for first."""
+        for i, candidate in enumerate(self.candidates):
+            if text and self.text_of(candidate).startswith(text):
                 self.choose(i)
                 return True
         return False
@@ -145,7 +161,7 @@ class _Plan:
         la, lb, lo = self.layouts
         lt.matmul(
             _handle(), self.descriptor, self.alpha_at, b, lb, a, la, self.beta_at, out, lo, out, lo,
-            self.algorithm_at, workspace, WORKSPACE, stream,
+            self.algorithm_at, workspace, self.workspace, stream,
         )  # fmt: skip
 
 
@@ -192,16 +208,16 @@ def choices(device: int) -> Choices:
 def checked_choices(found) -> dict[str, str]:
     """`found`, if it is a dict of keys and algorithms, else InvalidValue."""
     if not isinstance(found, dict) or not all(
-        isinstance(k, str) and isinstance(v, str) and re.fullmatch("[0-9a-f]{128}", v)
+        isinstance(k, str) and isinstance(v, str) and re.fullmatch("[0-9a-f]{128}([0-9a-f]{16})?", v)
         for k, v in found.items()
     ):
-        raise InvalidValue("expected the algorithm of each product as 128 hexadecimal digits.")
+        raise InvalidValue("expected the algorithm of each product as 128 or 144 hexadecimal digits.")
     return found
 
 
 def choices_made() -> dict:
     """What this process has chosen, for products that left a choice."""
-    found = {_name(key): plan.algorithm.tobytes().hex() for key, plan in _plans.items() if plan.had_a_choice}
+    found = {_name(key): plan.text for key, plan in _plans.items() if plan.had_a_choice}
     return {"for": _identity(), "algorithms": found} if found else {}
 
 
@@ -265,7 +281,7 @@ def _make(key, operands, alpha, beta, stream):
                 f"a product of a new shape under capture: {a.shape} @ {b.shape}. Run the step once before."
             )
         _measure(plan, a, b, out, bias, alpha, beta, stream)
-        kept.put(name, plan.algorithm.tobytes().hex())
+        kept.put(name, plan.text)
     return plan
 
 
@@ -275,11 +291,7 @@ def _bits(x) -> int:
 
 
 def _measure(plan, a, b, out, bias, alpha, beta, stream):
-    """Takes the fastest candidate that repeats its bits.
-
-    Candidates take turns, each for REPEATS calls back to back, and nothing waits in between: a card at its
-    power limit ranks them in another way than one that idles between two calls.
-    """
+    """Takes the fastest candidate that repeats its bits, each called back to back and none waited for."""
     workspace = _workspace(out.device.id, stream).data.ptr
     target = out
     if beta:  # out's values are still needed, and every run must begin with the same ones
@@ -290,6 +302,22 @@ def _measure(plan, a, b, out, bias, alpha, beta, stream):
 
     def run():
         plan(a.data.ptr, b.data.ptr, target.data.ptr, alpha, beta, bias_at, workspace, stream)
+
+    def times(which, about, ms):
+        """ms a call of each candidate in `which`, in the second half of a turn of `ms` ms; a call takes about
+        `about`."""
+        events, calls = [], SHORT_CALLS if about < SHORT_MS else max(4, round(ms / about))
+        for i in which:
+            plan.choose(i)
+            start, end = cupy.cuda.Event(), cupy.cuda.Event()
+            for k in range(calls):
+                if k == calls // 2:
+                    start.record()
+                run()
+            end.record()
+            events.append((start, end))
+        end.synchronize()
+        return np.array([cupy.cuda.get_elapsed_time(*pair) for pair in events]) / (calls - calls // 2)
 
     usable = []
     for i in range(len(plan.candidates)):
@@ -305,16 +333,8 @@ def _measure(plan, a, b, out, bias, alpha, beta, stream):
             usable.append(i)
     if not usable:
         raise Unavailable("no algorithm of cuBLASLt gave the same bits twice for this product.")
-    events = []
-    for _ in range(ROUNDS):
-        for i in usable:
-            plan.choose(i)
-            start, end = cupy.cuda.Event(), cupy.cuda.Event()
-            start.record()
-            for _ in range(REPEATS):
-                run()
-            end.record()
-            events.append((start, end))
-    events[-1][1].synchronize()
-    times = np.array([cupy.cuda.get_elapsed_time(*pair) for pair in events]).reshape(ROUNDS, len(usable))
-    plan.choose(usable[int(np.median(times[1:], 0).argmin())])
+    rough = times(usable, times(usable[:1], 1.0, 4.0).item(), ROUGHLY_MS)
+    near = [i for i, ms in zip(usable, rough, strict=True) if ms <= NEAR * rough.min()]
+    if rough.min() >= SHORT_MS:
+        say_once(f"measuring matrix products, once for a shape; the choices are kept in {cache_folder()}")
+    plan.choose(near[int(times(near, rough.min(), MS).argmin())])
