@@ -43,13 +43,23 @@ def donate(step: TrainStep) -> Callable:
     return donated
 
 
-class Numbers(NamedTuple):
-    """The few numbers that a captured step reads and writes, in one piece of memory that one copy moves."""
+NUMBERS = {  # how many, and their dtype
+    "values": (8, np.float32), "counts": (3, np.int32),
+    "step": (1, np.int32), "updates": (1, np.int32),
+    "loss_scale": (1, np.float32), "good_steps": (1, np.int32),
+    "seed": (2, np.uint32), "limits": (2, np.float32),
+}  # fmt: skip
 
-    words: Any  # uint32; the others are views of it
-    values: Any  # Metrics' two
+
+class Numbers(NamedTuple):
+    """The few numbers that a captured step reads and writes, in one piece of memory that one copy moves.
+
+    They are views of `words`, in the order and of the dtypes of NUMBERS."""
+
+    words: Any  # uint32
+    values: Any  # these two are for Metrics, the others are OptState's scalars
     counts: Any
-    step: Any  # OptState's, from here on
+    step: Any
     updates: Any
     loss_scale: Any
     good_steps: Any
@@ -58,26 +68,27 @@ class Numbers(NamedTuple):
 
     @classmethod
     def empty(cls, xp) -> "Numbers":
-        ends = np.cumsum([size for size, _ in _NUMBERS])
-        words = xp.empty(int(ends[-1]), np.uint32)
-        return cls(
-            words, *(words[end - n : end].view(dtype) for end, (n, dtype) in zip(ends, _NUMBERS, strict=True))
-        )
+        words, views, at = xp.empty(sum(n for n, _ in NUMBERS.values()), np.uint32), {}, 0
+        for name, (n, dtype) in NUMBERS.items():
+            views[name] = words[at : at + n].view(dtype)
+            at += n
+        return cls(words, **views)
+
+    @property
+    def control_out(self) -> tuple:
+        """What a step changes: all but the seed and the limits."""
+        return self.values, self.counts, self.step, self.updates, self.loss_scale, self.good_steps
 
     @property
     def scalars(self) -> tuple:
-        return self[3:]
+        """In the order of `_scalars`."""
+        return self.step, self.updates, self.loss_scale, self.good_steps, self.seed, self.limits
 
     def put_in(self, state: OptState) -> OptState:
-        step, updates, value, good_steps, seed, limits = self.scalars
-        scale = LossScale(value, good_steps)
-        return state._replace(step=step, updates=updates, loss_scale=scale, seed=seed, limits=limits)
-
-
-_NUMBERS = (  # how many, of what dtype, for each field behind `words`
-    (8, np.float32), (3, np.int32), (1, np.int32), (1, np.int32), (1, np.float32), (1, np.int32),
-    (2, np.uint32), (2, np.float32),
-)  # fmt: skip
+        scale = LossScale(self.loss_scale, self.good_steps)
+        return state._replace(
+            step=self.step, updates=self.updates, loss_scale=scale, seed=self.seed, limits=self.limits
+        )
 
 
 class CapturedStep:
@@ -109,10 +120,9 @@ class CapturedStep:
             else:
                 _check_alike(own, (params, opt_state))
             own_params, own_state, numbers = own
-            # A failure here has consumed nothing, nor one in the line behind.
-            graph, buffers = self._graph(own_params, own_state, numbers, batch)
             result = Numbers.empty(xp)
-            self._state = own
+            graph, buffers = self._graph(own_params, own_state, numbers, batch)
+            self._state = own  # until here a failure has consumed nothing, and no graph is bound to `own`
             self._take(params, opt_state)
             _copy(batch, buffers)
             graph.launch()
@@ -127,9 +137,11 @@ class CapturedStep:
         for own, given in zip(_trees(own_params, own_state), _trees(params, state), strict=True):
             if own is not given:
                 own.buffer[...] = given.buffer
-        scalars = _scalars(state)
-        if self._last is not None and all(x is y for x, y in zip(scalars, self._last.scalars, strict=True)):
-            numbers.words[...] = self._last.words
+        scalars, last = _scalars(state), self._last
+        if last is not None and all(x is y for x, y in zip(scalars[:-1], last.scalars[:-1], strict=True)):
+            numbers.words[...] = last.words
+            if scalars[-1] is not last.limits:  # a run may set new ones for each step
+                numbers.limits[...] = scalars[-1]
         else:
             _copy(scalars, numbers.scalars)
         kept = [id(tree) for tree in _trees(own_params, own_state)]
@@ -158,8 +170,7 @@ class CapturedStep:
                 self._step._run(params, state, buffers._replace(targets=targets), out)
 
             def work():
-                # All but the seed and the limits, which no step changes.
-                self._step._run(params, state, buffers, out, numbers=numbers[1:7])
+                self._step._run(params, state, buffers, out, numbers.control_out)
 
             self._graphs[shape] = Graph(warm_up, work), buffers
         return self._graphs[shape]

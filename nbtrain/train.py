@@ -24,7 +24,7 @@ from nbtrain.batch import Batch, check_batch
 from nbtrain.config import GPTConfig, TrainConfig
 from nbtrain.device import FLOATS, array_module, backend, dtype_name
 from nbtrain.device.ahead import compile_ahead
-from nbtrain.device.blas import WORKSPACE, room
+from nbtrain.device.blas import WORKSPACE, measured_at_length, room
 from nbtrain.device.capability import capability_of
 from nbtrain.device.outline import Card, planning
 from nbtrain.device.philox import Rng
@@ -277,7 +277,9 @@ class TrainStep:
         for a in range(A):
             micro = Batch(batch.tokens[a], batch.targets[a], batch.order[a])
             rng = None if key is None else Rng(key, a * B)
-            losses[a : a + 1] = self.loss_and_grads(params, micro, loss_scale=dloss, rng=rng, out=grads)
+            with measured_at_length():
+                loss = self.loss_and_grads(params, micro, loss_scale=dloss, rng=rng, out=grads)
+            losses[a : a + 1] = loss
             if sums is not None:
                 cast_and_scale(grads.buffer, 1.0, out=sums.buffer, accumulate=a > 0)
         return (grads if sums is None else sums).buffer, losses, counts, scale
@@ -302,9 +304,8 @@ class TrainStep:
         card = walk(self.model, self.config, **what)
         compile_ahead(card, order["architecture"], "nbtrain.compile_worker", order | what)
 
-    def _run(self, params, state, batch, out, numbers=None):
-        """numbers: where control writes what Metrics and the new state's scalars are, which may be the
-        state's."""
+    def _run(self, params, state, batch, out, control_out=None):
+        """control_out: arrays for control's results but `hyper`; the last four may be the state's own."""
         cfg = self.config
         new_params, master, m, v = out
         in_place = master is state.master
@@ -315,7 +316,7 @@ class TrainStep:
             schedule=self.schedule, clip=cfg.clip, betas=cfg.betas,
             growth_interval=self._scaling(params).growth_interval,
             limits=state.limits,
-            out=None if numbers is None else (array_module(norm).empty(8, np.float32), *numbers),
+            out=None if control_out is None else (array_module(norm).empty(8, np.float32), *control_out),
         )  # fmt: skip
         adamw(
             grads, state.master.buffer, state.m.buffer, state.v.buffer, params.buffer, self._decay,

@@ -232,6 +232,7 @@ def main():
     parser.add_argument("--name", default="", help="of the results file; bench_step_PRESET by default")
     parser.add_argument("--child", default="")
     args = parser.parse_args()
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # NVML's
     if args.child:
         inner = argparse.Namespace(**json.loads(args.child))
         inner.dtype = inner.dtype[0]

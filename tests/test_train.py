@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import gc
 import weakref
 from pathlib import Path
@@ -565,12 +566,60 @@ def test_a_captured_step_reads_the_limits_of_every_call(captured):
     assert skipped == [False, True, False, True] and int(state.updates[0]) == 2
 
 
-def test_a_captured_step_reads_what_was_written_into_the_numbers_it_returned(captured):
-    step = captured(make_train_step(TINY, TrainConfig(lr=1e-2)))
-    params, state, first = step(*init(TINY, 0, "fp32", "cpu"), batch_of(TINY))
+def test_what_a_captured_step_returned_is_its_holder_s_to_keep_and_to_write(captured):
+    step, other = (make(make_train_step(TINY, TrainConfig(lr=1e-2))) for make in (captured, donate))
+    params, state, first = step(*init(TINY, 0, "fp32", "cpu"), batch_of(TINY, seed=0))
+    *b, want = other(*init(TINY, 0, "fp32", "cpu"), batch_of(TINY, seed=0))
     state.step[:] = 40
-    params, state, _ = step(params, state, batch_of(TINY))
-    assert int(state.step[0]) == 41 and int(state.updates[0]) == 2 and first.n_targets == 16
+    params, state, second = step(params, state, batch_of(TINY, seed=1))
+    assert int(state.step[0]) == 41 and int(state.updates[0]) == 2
+    b[1].step[:] = 40
+    *b, also = other(*b, batch_of(TINY, seed=1))
+    assert first.read() == want.read() != second.read() == also.read()
+
+
+def test_a_first_call_that_runs_out_of_memory_behind_its_capture_can_be_repeated(captured, monkeypatch):
+    from nbtrain import modes
+
+    step, calls = captured(make_train_step(TINY, TrainConfig(lr=1e-2))), []
+
+    def empty(shape, dtype):
+        calls.append(shape)
+        if len(calls) == 2:
+            raise MemoryError
+        return np.empty(shape, dtype)
+
+    with monkeypatch.context() as lack:
+        lack.setattr(modes, "array_module", lambda x: SimpleNamespace(empty=empty, full=np.full))
+        with pytest.raises(Unavailable, match="more memory than is free"):
+            step(*init(TINY, 0, "fp32", "cpu"), batch_of(TINY))
+    *a, metrics = step(*init(TINY, 1, "fp32", "cpu"), batch_of(TINY))
+    *b, want = make_train_step(TINY, TrainConfig(lr=1e-2))(*init(TINY, 1, "fp32", "cpu"), batch_of(TINY))
+    assert same(a, b) and metrics.read() == want.read()
+
+
+def test_a_loss_of_one_s_own_gets_random_bits_and_a_model_without_dropout_none(monkeypatch):
+    from nbtrain.device import blas
+    from nbtrain.model import GPT
+
+    given = []
+
+    def loss_and_grads(params, batch, *, loss_scale, rng, out):
+        given.append((rng and (rng.key.tolist(), rng.row), blas.at_length))
+        out.buffer.fill(0)
+        return np.ones(1, np.float32)
+
+    params, state = init(TINY, 7, "fp32", "cpu")
+    make_train_step(loss_and_grads)(params, state._replace(step=np.array([3], np.int32)), batch_of(TINY, A=2))
+    B = batch_of(TINY).tokens.shape[1]
+    assert given == [(([7, 0, 3], 0), True), (([7, 0, 3], B), True)] and not blas.at_length
+    given.clear()
+    monkeypatch.setattr(
+        GPT, "loss_and_grads", lambda self, *args, **options: loss_and_grads(*args, **options)
+    )
+    make_train_step(TINY)(params, state, batch_of(TINY))
+    make_train_step(dataclasses.replace(TINY, dropout=0.1))(params, state, batch_of(TINY))
+    assert [rng for rng, _ in given] == [None, ([7, 0, 0], 0)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,6 +9,7 @@ the epilogue, algorithms measured once a shape), and CuPy's bindings, which reac
 on AMD. NBTRAIN_BLAS = cublaslt or cupy takes one by name. NumPy arrays, in the simulator, go through NumPy.
 """
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -51,6 +52,21 @@ def room() -> tuple[str, str]:
             "NBTRAIN_BLAS=cublaslt needs an NVIDIA GPU and nvmath-python: pip install 'nbtrain[cuda13]'."
         )
     return asked, "asked for"
+
+
+at_length = False  # whether products of new shapes are measured for longer
+
+
+@contextlib.contextmanager
+def measured_at_length():
+    """Within, products of new shapes are measured for longer, about half a second each: for training, which
+    repeats them thousands of times."""
+    global at_length
+    before, at_length = at_length, True
+    try:
+        yield
+    finally:
+        at_length = before
 
 
 def plan() -> dict:

@@ -18,6 +18,7 @@ from nbtrain.device.tuning import tuned
 from nbtrain.device.vector import row_access, store
 
 ZERO = np.float32(0)
+READS = 16  # of sum_blocks, under way at a time, a thread
 
 
 def column_block(name: str) -> tuple[int, int]:
@@ -66,7 +67,6 @@ def _sum_blocks_kernel():
     threads, _ = tuned("sum_blocks")
     X = min(8, threads // 2)
     Y = threads // X
-    READS = 16  # under way at a time, a thread
 
     @backend.kernel(launch_bounds=X * Y)
     def sum_blocks(partial, blocks, C, out, second, third):

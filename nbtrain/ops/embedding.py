@@ -36,6 +36,7 @@ from nbtrain.device.cpu import fill, span, task_count
 from nbtrain.errors import InvalidValue
 
 ZERO = np.float32(0)
+MOST_GROUPS = 65_535  # blocks along a grid's second axis, CUDA's limit and HIP's
 SEGMENT = 32  # positions of `order` that one block adds up; the order of the sums depends on it
 
 # ----------------------------------------------------------------------------
@@ -291,6 +292,11 @@ def embedding_forward(tokens, wte, wpe, *, out=None):
     expect("embedding's out", "x (B, T, C), tokens (B, T) int32, wte (V, C)", x, tokens, wte)
     if on_gpu(wte):
         forward, X, Y, rows = _forward_kernel(C, aligned(C, wte, wpe, x))
+        if B > MOST_GROUPS * rows:
+            raise InvalidValue(
+                f"embedding expects at most {MOST_GROUPS * rows:,} sequences on a GPU; got {B:,}. "
+                "Embed them in parts."
+            )
         grid = -(-T // Y), -(-B // rows), -(-C // (8 * X))
         launch(forward, grid, (X, Y), tokens, wte, wpe, x, B, T, V)
     else:

@@ -5,12 +5,12 @@ so cuBLASLt's A is our b and its m is our N. A plan holds descriptor, layouts an
 foreign call.
 
 The algorithm of a shape is the fastest of the library's first candidates on this device that gives the same
-bits twice; split sums stay in fp32. The library is asked with working memory and without: where a call brings
-some, many algorithms clear a counter there first, by which their blocks take turns, and that costs 5 us in a
-graph. So a choice is an algorithm and the bytes it gets.
-Choices are kept on disk, by device and library version, so that a run repeats its bits in the next process;
-`choices_made` and `take_choices` carry them to another machine of the same kind. A kept choice is taken only
-if the library offers it for that shape: nothing else is handed to it.
+bits twice (`device/ranking.py`); split sums stay in fp32. The library is asked with working memory and
+without: where a call brings some, many algorithms clear a counter there first, by which their blocks take
+turns, and that costs 5 us in a graph. So a choice is an algorithm and the bytes it gets. Choices are kept
+on disk, by device and library version, so that a run repeats its bits in the next process; `choices_made`
+and `take_choices` carry them to another machine of the same kind. A kept choice is taken only if the
+library offers it for that shape: nothing else is handed to it.
 """
 
 import contextlib
@@ -24,18 +24,16 @@ import cupy
 import numpy as np
 from nvmath.bindings import cublasLt as lt
 
+from nbtrain.device import blas
 from nbtrain.device.arrays import bfloat16
 from nbtrain.device.blas import WORKSPACE
 from nbtrain.device.cpu import cache_folder
 from nbtrain.device.place import say_once
+from nbtrain.device.ranking import fastest
 from nbtrain.errors import InvalidValue, Unavailable
 from nbtrain.files import write_atomically
 
 CANDIDATES = 8  # 32 found nothing better
-# Timed are all candidates, then for longer those within NEAR times the best. A card at its power limit ranks
-# them by their energy, and needs a tenth of a second to come to rest there.
-ROUGHLY_MS, NEAR, MS = 4.0, 1.1, 100.0
-SHORT_MS, SHORT_CALLS = 0.03, 20  # shorter products do not load the card: launching them takes as long
 
 _DATA = {np.dtype(np.float32): 0, np.dtype(np.float16): 2, bfloat16: 14}
 _COMPUTE = {"fp32": (68, 0), "fp16": (64, 2)}  # (compute type, type of alpha and beta)
@@ -117,13 +115,12 @@ class _Plan:
             prefer(attribute, alignment, ctypes.c_uint32)
         results, count = np.zeros(CANDIDATES, _RESULT), np.zeros(1, np.int32)
         a, b, out = self.layouts
-        try:
+        with contextlib.suppress(lt.cuBLASLtError):  # it has none
             lt.matmul_algo_get_heuristic(
                 _handle(), self.descriptor, b, a, out, out, preference,
                 CANDIDATES, results.ctypes.data, count.ctypes.data,
             )  # fmt: skip
-        finally:
-            lt.matmul_preference_destroy(preference)
+        lt.matmul_preference_destroy(preference)
         return results[: count[0]][results[: count[0]]["status"] == 0]
 
     def point_at_bias(self, pointer):
@@ -137,7 +134,7 @@ class _Plan:
 
     @property
     def text(self) -> str:
-        """The chosen one."""
+        """The choice as text, for the disk and for checkpoints."""
         return self.text_of(self.chosen)
 
     @staticmethod
@@ -188,7 +185,7 @@ class Choices:
 
     def __init__(self):
         digest = hashlib.sha256(_identity().encode()).hexdigest()[:16]
-        self.path = cache_folder() / f"gemm-{digest}.json"
+        self.path = cache_folder() / f"products-{digest}.json"
         self.algorithms: dict[str, str] = {}
         with contextlib.suppress(OSError, ValueError):
             self.algorithms = checked_choices(json.loads(self.path.read_text()))
@@ -280,6 +277,8 @@ def _make(key, operands, alpha, beta, stream):
             raise InvalidValue(
                 f"a product of a new shape under capture: {a.shape} @ {b.shape}. Run the step once before."
             )
+        if blas.at_length:
+            say_once(f"measuring matrix products, once for a shape; the choices are kept in {cache_folder()}")
         _measure(plan, a, b, out, bias, alpha, beta, stream)
         kept.put(name, plan.text)
     return plan
@@ -291,7 +290,7 @@ def _bits(x) -> int:
 
 
 def _measure(plan, a, b, out, bias, alpha, beta, stream):
-    """Takes the fastest candidate that repeats its bits, each called back to back and none waited for."""
+    """Takes the fastest candidate that repeats its bits; while they are timed nothing waits."""
     workspace = _workspace(out.device.id, stream).data.ptr
     target = out
     if beta:  # out's values are still needed, and every run must begin with the same ones
@@ -303,21 +302,21 @@ def _measure(plan, a, b, out, bias, alpha, beta, stream):
     def run():
         plan(a.data.ptr, b.data.ptr, target.data.ptr, alpha, beta, bias_at, workspace, stream)
 
-    def times(which, about, ms):
-        """ms a call of each candidate in `which`, in the second half of a turn of `ms` ms; a call takes about
-        `about`."""
-        events, calls = [], SHORT_CALLS if about < SHORT_MS else max(4, round(ms / about))
-        for i in which:
-            plan.choose(i)
-            start, end = cupy.cuda.Event(), cupy.cuda.Event()
-            for k in range(calls):
-                if k == calls // 2:
-                    start.record()
-                run()
-            end.record()
-            events.append((start, end))
+    def times(which, calls, rounds):
+        events = []
+        for _ in range(rounds):
+            for i in which:
+                plan.choose(i)
+                start, end = cupy.cuda.Event(), cupy.cuda.Event()
+                for k in range(calls):
+                    if k == calls // 2:
+                        start.record()
+                    run()
+                end.record()
+                events.append((start, end))
         end.synchronize()
-        return np.array([cupy.cuda.get_elapsed_time(*pair) for pair in events]) / (calls - calls // 2)
+        ms = np.array([cupy.cuda.get_elapsed_time(*pair) for pair in events]).reshape(rounds, len(which))
+        return np.median(ms, 0) / (calls - calls // 2)
 
     usable = []
     for i in range(len(plan.candidates)):
@@ -333,8 +332,4 @@ def _measure(plan, a, b, out, bias, alpha, beta, stream):
             usable.append(i)
     if not usable:
         raise Unavailable("no algorithm of cuBLASLt gave the same bits twice for this product.")
-    rough = times(usable, times(usable[:1], 1.0, 4.0).item(), ROUGHLY_MS)
-    near = [i for i, ms in zip(usable, rough, strict=True) if ms <= NEAR * rough.min()]
-    if rough.min() >= SHORT_MS:
-        say_once(f"measuring matrix products, once for a shape; the choices are kept in {cache_folder()}")
-    plan.choose(near[int(times(near, rough.min(), MS).argmin())])
+    plan.choose(fastest(usable, times, blas.at_length))
