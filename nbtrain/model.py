@@ -182,12 +182,12 @@ class GPT:
         if self._scratch is None or self._device != device:
             self._device = device
             self._scratch = Scratch(params.buffer)
-            self._light = on_gpu(params.buffer)
+            self._on_gpu = on_gpu(params.buffer)
         return self._scratch
 
     @property
     def _rewrites_gelu(self) -> bool:
-        return self._light and not self._keeps_gelu
+        return self._on_gpu and not self._keeps_gelu
 
     def _final(self, params, tokens):
         """(N, C): what the vocabulary product takes, without keeping anything for a backward pass."""
@@ -281,11 +281,11 @@ class GPT:
         )
         attention_backward(
             dh.reshape(B, T, C), a.qkv.reshape(B, T, 3 * C), a.att.reshape(B, T, C), a.lse, H,
-            dbias=g.qkv_b if self._light else None, out=dqkv.reshape(B, T, 3 * C),
+            dbias=g.qkv_b if self._on_gpu else None, out=dqkv.reshape(B, T, 3 * C),
             **self._attention_dropout(i, T, rng),
         )  # fmt: skip
-        dbias = None if self._light else g.qkv_b
-        linear_backward(dqkv, a.h1, w.qkv_w, bias=not self._light, out=(dh, g.qkv_w, dbias))
+        dbias = None if self._on_gpu else g.qkv_b
+        linear_backward(dqkv, a.h1, w.qkv_w, bias=not self._on_gpu, out=(dh, g.qkv_w, dbias))
         layernorm_backward(
             dh, a.x1, w.ln1_w, a.mean1, a.rstd1, dresidual=dx,
             dx_sum=g_before and self._bias_gradient(g_before.out_b), out=(dx, g.ln1_w, g.ln1_b),
@@ -294,7 +294,7 @@ class GPT:
     def _bias_gradient(self, dbias):
         """`dbias`, where the gradient of a branch's last bias is the sum of what LayerNorm's backward pass
         writes: on a GPU and without dropout between them. Else None."""
-        return dbias if self._light and not self.config.dropout else None
+        return dbias if self._on_gpu and not self.config.dropout else None
 
     def _recompute(self, p, blocks, B, T, dtype, rng):
         f, x, sections = None, None, p.sections("blocks")

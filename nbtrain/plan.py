@@ -277,7 +277,7 @@ def parts_of(params: Tree, state: OptState, step: TrainStep, batch: Batch, mode:
 def _as_on_the_cpu(model: GPT, params: Tree) -> None:
     """The model takes outlines for arrays on a GPU; on the CPU it keeps what GELU returns."""
     model._memory(params)
-    model._light = False
+    model._on_gpu = False
 
 
 def _evaluation_on_the_cpu(config, params, card, B: int, T: int) -> int:

@@ -274,14 +274,13 @@ class TrainStep:
             key[:2] = state.seed
             key[2:].view(np.int32)[:] = state.step
         losses = xp.empty(A, np.float32)
-        for a in range(A):
-            micro = Batch(batch.tokens[a], batch.targets[a], batch.order[a])
-            rng = None if key is None else Rng(key, a * B)
-            with measured_at_length():
-                loss = self.loss_and_grads(params, micro, loss_scale=dloss, rng=rng, out=grads)
-            losses[a : a + 1] = loss
-            if sums is not None:
-                cast_and_scale(grads.buffer, 1.0, out=sums.buffer, accumulate=a > 0)
+        with measured_at_length():
+            for a in range(A):
+                micro = Batch(batch.tokens[a], batch.targets[a], batch.order[a])
+                rng = None if key is None else Rng(key, a * B)
+                losses[a : a + 1] = self.loss_and_grads(params, micro, loss_scale=dloss, rng=rng, out=grads)
+                if sums is not None:
+                    cast_and_scale(grads.buffer, 1.0, out=sums.buffer, accumulate=a > 0)
         return (grads if sums is None else sums).buffer, losses, counts, scale
 
     def _compile_ahead(self, params, shape, in_place) -> None:

@@ -105,7 +105,7 @@ def main() -> None:
     print("| a step | us | idle before, us | what |\n| ---: | ---: | ---: | --- |")
     for kind in row["kinds"]:
         print(f"| {kind['n']:.0f} | {kind['us']:.0f} | {kind['idle_us']:.1f} | {kind['name']} |")
-    print(f"idle {row['idle']:.2%} of {row['ms_a_step']:.2f} ms a step, {a_step} kernels and copies")
+    print(f"idle {row['idle']:.2%} of {row['ms_a_step']:.2f} ms a step, {a_step} kernels, copies and fills")
     print(write_results("idle_share", [row], args.out))
 
 

@@ -63,6 +63,14 @@ def xp(request):
 
 
 @pytest.fixture
+def kernel_xp(xp):
+    """`xp`, where it runs kernels and no CPU twin."""
+    if xp is np and not SIMULATED:
+        pytest.skip("a kernel: set NUMBA_ENABLE_CUDASIM=1, or take a GPU")
+    return xp
+
+
+@pytest.fixture
 def nb(capsys):
     """Runs a command in this process: (exit code, stdout, stderr)."""
     from nbtrain.cli import main

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 
+from nbtrain.device import capability
 from tests.reference import f64
 
 # The spacing of each dtype just above 1.
@@ -21,7 +22,7 @@ def forms_asked(monkeypatch, op, factory: str, shared_memory: int) -> list[bool]
     asked: list[bool] = []
     make = getattr(op, factory)
     monkeypatch.setattr(op, factory, lambda *key: asked.append(key[-1]) or make(*key))
-    monkeypatch.setattr(op, "shared_memory_of", lambda x: shared_memory)
+    monkeypatch.setattr(capability, "shared_memory_of", lambda x: shared_memory)
     return asked
 
 

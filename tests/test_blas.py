@@ -1,6 +1,7 @@
 """cuBLASLt's products: their candidates, and the plan of them that a checkpoint carries."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -67,3 +68,9 @@ def test_candidates_with_and_without_working_memory_are_different_and_all_are_ri
         out.fill(0)
         plan(a.data.ptr, b.data.ptr, out.data.ptr, 1, 0, 0, lt._workspace(0, stream).data.ptr, stream)
         assert abs(out[0] - expected).max() < 0.2, i  # fp16 rounds numbers of about 150 by 0.06
+
+
+def test_measuring_at_length_is_one_thread_s_own():
+    with blas.measured_at_length(), ThreadPoolExecutor(1) as pool:
+        assert blas.at_length.get() and not pool.submit(blas.at_length.get).result()
+    assert not blas.at_length.get()

@@ -16,7 +16,7 @@ from nbtrain.device.arrays import (
     same_memory,
 )
 from nbtrain.device.backend import SIMULATED, TARGET, backend, cuda
-from nbtrain.device.capability import shared_memory_of
+from nbtrain.device.capability import can_fetch
 from nbtrain.device.cpu import njit, prange, twin
 from nbtrain.device.launching import is_recording, launch, on_gpu, recording
 from nbtrain.device.philox import random_bits, random_bits8
@@ -44,7 +44,7 @@ __all__ = [
     "float32", "int32", "int64", "uint32", "uint64",
     # the GPU target, and how its kernels are written and launched
     "SIMULATED", "TARGET", "cuda", "device_function", "kernel",
-    "is_recording", "launch", "on_gpu", "recording", "row_shape", "shared_memory_of", "tuned",
+    "can_fetch", "is_recording", "launch", "on_gpu", "recording", "row_shape", "tuned",
     # inside kernels
     "fetch_access", "load", "round8", "row_access", "store",
     "block_max", "block_sum", "block_sums", "exp2", "log2", "random_bits", "random_bits8", "rcp", "rsqrt",

@@ -10,6 +10,7 @@ on AMD. NBTRAIN_BLAS = cublaslt or cupy takes one by name. NumPy arrays, in the 
 """
 
 import contextlib
+import contextvars
 import functools
 import importlib.util
 import os
@@ -54,19 +55,18 @@ def room() -> tuple[str, str]:
     return asked, "asked for"
 
 
-at_length = False  # whether products of new shapes are measured for longer
+at_length = contextvars.ContextVar("at_length", default=False)  # whether new products are measured for longer
 
 
 @contextlib.contextmanager
 def measured_at_length():
     """Within, products of new shapes are measured for longer, about half a second each: for training, which
     repeats them thousands of times."""
-    global at_length
-    before, at_length = at_length, True
+    before = at_length.set(True)
     try:
         yield
     finally:
-        at_length = before
+        at_length.reset(before)
 
 
 def plan() -> dict:

@@ -41,3 +41,10 @@ def shared_memory_of(x) -> int:
     if SIMULATED:
         return 1 << 30
     return _SHARED_KB.get(capability_of(x) or (0, 0), 0) << 10 if TARGET != "hip" else 0
+
+
+def can_fetch(x, aligned: bool, blocks: int, own_bytes: int) -> bool:
+    """Whether a kernel may read the rows of x ahead (`fetch_access`): 16-bit ones at multiples of 16 bytes,
+    where so many blocks on a multiprocessor find `own_bytes` of shared memory each. 2 KB besides are CUDA's
+    and the reductions'."""
+    return aligned and x.dtype.itemsize == 2 and blocks * (own_bytes + 2048) <= shared_memory_of(x)

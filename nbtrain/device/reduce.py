@@ -21,10 +21,10 @@ ZERO = np.float32(0)
 READS = 16  # of sum_blocks, under way at a time, a thread
 
 
-def column_block(name: str) -> tuple[int, int]:
-    """(X, Y): threads over columns, eight each, and threads over rows."""
+def column_block(name: str, most: int = 32) -> tuple[int, int]:
+    """(X, Y): threads over columns, eight each, at most so many, and threads over rows."""
     threads, _ = tuned(name)
-    X = min(32, threads // 2)
+    X = min(most, threads // 2)
     return X, threads // X
 
 
@@ -62,11 +62,9 @@ def block_rows_sum(X: int, Y: int):
 
 @functools.cache
 def _sum_blocks_kernel():
-    """A block takes eight columns, a sector of memory; its rows of threads share the blocks. So little is
-    read that what counts is how many reads follow one another."""
-    threads, _ = tuned("sum_blocks")
-    X = min(8, threads // 2)
-    Y = threads // X
+    """A block takes eight columns, one a thread, a sector of memory; its rows of threads share the blocks. So
+    little is read that what counts is how many reads follow one another."""
+    X, Y = column_block("sum_blocks", most=8)
 
     @backend.kernel(launch_bounds=X * Y)
     def sum_blocks(partial, blocks, C, out, second, third):

@@ -59,7 +59,7 @@ def row_access(aligned: bool):
 @functools.cache
 def fetch_access(ahead: bool, aligned: bool, words: int):
     """(slots, fetch8, await_fetches, read8). ahead: `words` of shared memory are there, rows are `aligned`
-    and 16-bit, and the device copies by itself (see `nbtrain.device.shared_memory_of`). words 0: as many as
+    and 16-bit, and the device copies by itself (`nbtrain.device.can_fetch`). words 0: as many as
     the kernel's shared_bytes hold."""
     if ahead:
         unpack8 = backend.unpack8

@@ -24,6 +24,7 @@ from nbtrain.device import (
     as_arrays,
     block_max,
     block_sum,
+    can_fetch,
     cuda,
     device_function,
     exp2,
@@ -42,7 +43,6 @@ from nbtrain.device import (
     rcp,
     row_access,
     same_memory,
-    shared_memory_of,
     tuned,
     twin,
 )
@@ -213,12 +213,8 @@ def _forward_kernel(V: int, vocab_size: int, loads: int, aligned: bool, ahead: b
 def _forward(logits, targets, dloss, losses, lse, vocab_size, ignore_index, with_gradient):
     (N, V), (T, EIGHTS) = logits.shape, _row_shape(logits.shape[1])
     whole = aligned(V, logits)
-    ahead = (
-        whole
-        and logits.dtype.itemsize == 2
-        and EIGHTS >= 2 * T  # a shorter row is still in the first cache
-        and _resident(T) * (_shared_bytes(V) + 2048) <= shared_memory_of(logits)  # 2 KB: CUDA's and the sums'
-    )
+    # A row of fewer than two eights a thread is still in the first cache.
+    ahead = EIGHTS >= 2 * T and can_fetch(logits, whole, _resident(T), _shared_bytes(V))
     loads = LOADS * 2 // logits.dtype.itemsize if whole else 1
     forward, _ = _forward_kernel(V, vocab_size, loads, whole, ahead)
     numbers = np.int32(ignore_index), np.int32(with_gradient)

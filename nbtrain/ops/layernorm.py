@@ -23,6 +23,7 @@ from nbtrain.device import (
     as_arrays,
     block_sum,
     block_sums,
+    can_fetch,
     cuda,
     device_function,
     expect,
@@ -36,7 +37,6 @@ from nbtrain.device import (
     row_access,
     row_shape,
     rsqrt,
-    shared_memory_of,
     tuned,
     twin,
 )
@@ -240,13 +240,11 @@ def _backward_kernel(C: int, aligned: bool, with_dresidual: bool, with_sum: bool
 
 
 def _reads_ahead(x, aligned: bool) -> bool:
-    """Whether the backward kernel does, for 16-bit rows: where all blocks find their shared memory."""
+    """Whether the backward kernel does: where all blocks find their shared memory."""
     C = x.shape[1]
     T, R, V = _backward_shape(C)
     own = 48 * T * R * V + 4 * R * C  # three arrays' eights of a group, and the sums at the end
-    blocks, besides = max(1, BACKWARD_RESIDENT // (T * R)), 2048  # CUDA's and block_sums' bytes
-    fits = own <= OWN_SHARED_BYTES and blocks * (own + besides) <= shared_memory_of(x)
-    return aligned and fits and x.dtype.itemsize == 2
+    return own <= OWN_SHARED_BYTES and can_fetch(x, aligned, max(1, BACKWARD_RESIDENT // (T * R)), own)
 
 
 # ----------------------------------------------------------------------------

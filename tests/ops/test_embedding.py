@@ -124,10 +124,8 @@ def test_a_run_of_more_parts_than_a_block_has_threads_matches_float64():
     assert_close(dwte, embedding_vjp(dx, tokens, 2, 150 * SEGMENT)[0], np.float32)
 
 
-def test_a_row_longer_than_a_block_is_several_blocks_work(xp, monkeypatch):
-    if xp is np and not SIMULATED:
-        pytest.skip("a kernel: set NUMBA_ENABLE_CUDASIM=1, or take a GPU")
-    tokens, wte, wpe, _ = inputs(xp, np.float32, 5, 3, 7, 4, 73)
+def test_a_row_longer_than_a_block_is_several_blocks_work(kernel_xp, monkeypatch):
+    tokens, wte, wpe, _ = inputs(kernel_xp, np.float32, 5, 3, 7, 4, 73)
     monkeypatch.setattr(op, "row_shape", lambda name, C, vectors: (4, 2))
     op._forward_kernel.cache_clear()
     try:
@@ -137,9 +135,8 @@ def test_a_row_longer_than_a_block_is_several_blocks_work(xp, monkeypatch):
     assert (reference.host(x) == reference.embedding(tokens, wte, wpe).astype(np.float32)).all()
 
 
-def test_more_sequences_than_a_grid_has_are_refused(xp):
-    if xp is np and not SIMULATED:
-        pytest.skip("the CPU takes them")
+def test_more_sequences_than_a_grid_has_are_refused(kernel_xp):
+    xp = kernel_xp
     tokens = xp.zeros((4 * 65_535 + 1, 1), np.int32)
     with pytest.raises(InvalidValue, match="at most 262,140 sequences on a GPU; got 262,141"):
         embedding_forward(tokens, xp.zeros((1, 8), np.float32), xp.zeros((1, 8), np.float32))

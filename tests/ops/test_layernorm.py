@@ -67,11 +67,9 @@ def test_forward_and_backward_match_float64(xp, N, C, dtype):
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("N,C", [shape for shape in SHAPES if shape[1] % 8 == 0])
-def test_rows_that_shared_memory_does_not_hold(xp, N, C, dtype, monkeypatch):
-    if xp is np and not SIMULATED:
-        pytest.skip("the CPU twin has one form")
+def test_rows_that_shared_memory_does_not_hold(kernel_xp, N, C, dtype, monkeypatch):
     asked = forms_asked(monkeypatch, op, "_backward_kernel", 0)
-    check_forward_and_backward(xp, dtype, N, C)
+    check_forward_and_backward(kernel_xp, dtype, N, C)
     assert asked and not any(asked)
 
 

@@ -154,7 +154,7 @@ def test_reductions_are_exact_twice_in_a_row(threads, rows):
 @pytest.mark.parametrize("threads", [7, 32, 33, 64, 96, 128])
 def test_sums_over_blocks_are_exact_twice_in_a_row(blocks_of, threads):
     blocks_of(threads)
-    X, Y = row_sums.column_block("sum_blocks")
+    _, X, Y = row_sums._sum_blocks_kernel()
     partial = integers(2, 2 * Y + 1, X - 1)
     for _ in range(2):
         out, second = np.full((2, X - 1), np.nan, np.float32)

@@ -24,9 +24,8 @@ import cupy
 import numpy as np
 from nvmath.bindings import cublasLt as lt
 
-from nbtrain.device import blas
 from nbtrain.device.arrays import bfloat16
-from nbtrain.device.blas import WORKSPACE
+from nbtrain.device.blas import WORKSPACE, at_length
 from nbtrain.device.cpu import cache_folder
 from nbtrain.device.place import say_once
 from nbtrain.device.ranking import fastest
@@ -277,7 +276,7 @@ def _make(key, operands, alpha, beta, stream):
             raise InvalidValue(
                 f"a product of a new shape under capture: {a.shape} @ {b.shape}. Run the step once before."
             )
-        if blas.at_length:
+        if at_length.get():
             say_once(f"measuring matrix products, once for a shape; the choices are kept in {cache_folder()}")
         _measure(plan, a, b, out, bias, alpha, beta, stream)
         kept.put(name, plan.text)
@@ -332,4 +331,4 @@ def _measure(plan, a, b, out, bias, alpha, beta, stream):
             usable.append(i)
     if not usable:
         raise Unavailable("no algorithm of cuBLASLt gave the same bits twice for this product.")
-    plan.choose(fastest(usable, times, blas.at_length))
+    plan.choose(fastest(usable, times, at_length.get()))
